@@ -24,7 +24,6 @@ class Check:
     source: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready form."""
         return asdict(self)
 
 

@@ -116,7 +116,6 @@ def refresh(folder: Path) -> bool:
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True, mode: int = 0o666) -> None:
-    """Replace a JSON file atomically."""
     write_atomic(path, json.dumps(value, indent=2, sort_keys=False) + "\n", durable=durable, mode=mode)
 
 
@@ -147,8 +146,6 @@ def open_own(path: Path | str) -> BinaryIO:
 
 
 def read_own(path: Path | str, most_bytes: int = -1) -> bytes:
-    """Return the content of what ``open_own`` opens, or its beginning."""
-
     def read(first: bool = True) -> bytes:
         try:
             with open_own(path) as file:
@@ -243,7 +240,6 @@ def read_whole(path: Path) -> dict[str, Any] | None:
 
 
 def damaged(path: Path | str, what: str) -> DamagedError:
-    """Return the error for a file of the run directory that was changed from outside."""
     return DamagedError(
         f"{path} {what}.",
         rule="memfit writes this file aside and renames it, so a broken one was changed from outside.",
@@ -291,7 +287,6 @@ def is_own(path: Path) -> bool:
 
 
 def check_owner(path: Path) -> None:
-    """Refuse the run directory of another user."""
     if not is_own(path):
         uid = path.stat().st_uid
         raise UsageError(

@@ -113,7 +113,6 @@ def origin_of(name: str, origins: Mapping[str, str]) -> str:
 
 
 def _unknown(name: str, model: type[BaseModel], origin: str, prefix: str) -> ConfigError:
-    """Return the error for a key that the model does not know, with the nearest name that it knows."""
     what, rest = f"{name} is no setting ({origin}).", ""
     write: Callable[[str], str] = str
     if origin.startswith(VARIABLE):
@@ -165,7 +164,6 @@ def subject_of(name: str, origin: str) -> tuple[str, str]:
 
 
 def _correction(name: str, origin: str, example: str) -> str:
-    """Return where and how to give a setting another value."""
     value, give = example or "...", "give for example" if example else "give"
     if origin.startswith("--"):
         sign = f" {name}=" if origin == OVERRIDE else " ="[" " in origin]  # --set seed=0, --seed 0, --train seed=0

@@ -270,7 +270,6 @@ def _checked(
 
 
 def _below(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """Return the mapping at a path, made where it is not there."""
     for part in path:
         tree = tree.setdefault(part, {})
     return tree

@@ -42,8 +42,6 @@ class _Resolver(VersionedResolver):
 
 
 class _Reader:
-    """Reads the values of one document, and the line of each key by its path."""
-
     def __init__(self) -> None:
         self.lines: dict[tuple[str, ...], int] = {}
         self._anchored: list[int] = []

@@ -186,7 +186,6 @@ class _Batches:
 
     @cached_property
     def reader(self) -> WindowReader:
-        """Copies the windows and targets of cells."""
         return WindowReader(self.panel, self.lookback, self.target)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -91,7 +91,6 @@ def _unpin(runtime: Any, address: int) -> None:
 
 
 def can_pin() -> bool:
-    """Tell whether there is a CUDA device to lock memory for."""
     return bool(_torch().cuda.is_available())
 
 

@@ -60,7 +60,6 @@ Array = npt.NDArray[Any]
 BUILD_VERSION = 1
 
 Facts = Mapping[str, Any]  # ``dtype`` and ``shape`` of an array, as a manifest has them
-#: The types of a panel's values.
 _FLOATS = ("float16", "float32", "float64")
 #: What a panel takes beside its arrays: labels and the manifest.
 _SLACK_BYTES = 1 << 20
@@ -127,7 +126,6 @@ class PanelSpec:
         return self.features + self.targets
 
     def empty_arrays(self, num_assets: int) -> dict[str, dict[str, Any]]:
-        """Return the dtype and shape of each array of a panel without dates."""
         dtype = np.dtype(self.dtype).newbyteorder("<").str
         return {
             "values": {"dtype": dtype, "shape": [0, num_assets, len(self.features)]},
@@ -279,7 +277,6 @@ def _key(spec: PanelSpec, source: Source) -> dict[str, Any]:
 
 
 def fingerprint_of(key: Mapping[str, Any]) -> str:
-    """Return 64 hex digits that stand for a key."""
     return blake2b(canonical_json(key), digest_size=32).hexdigest()
 
 
@@ -353,7 +350,6 @@ def _scatter(source: Source, spec: PanelSpec, axes: Axes, arrays: Mapping[str, A
 
 
 def _places(batch: pa.RecordBatch, spec: PanelSpec, axes: Axes) -> tuple[Array, Array]:
-    """Return each row's date and asset as indices."""
     dates = decode_dates(batch.column(spec.date), spec.date)
     asset = pc.index_in(decode_assets(batch.column(spec.asset), spec.asset), value_set=axes.assets)
     date = np.minimum(np.searchsorted(axes.dates, dates), len(axes.dates) - 1)

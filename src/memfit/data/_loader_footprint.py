@@ -100,7 +100,6 @@ class _Loader:
     starts_slowly: bool = False
 
     def workers(self, is_there: bool) -> dict[str, int]:
-        """Return what its workers take while they have no batches."""
         return {name: self.parts.get(name, 0) for name in ("workers", "dataset copies") if is_there}
 
 

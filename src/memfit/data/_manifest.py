@@ -45,7 +45,6 @@ class Manifest:
     files: Mapping[str, Any]
 
     def write(self, folder: Path) -> None:
-        """Write the manifest, the last file of a folder."""
         write_sealed(folder, {"format": FORMAT_VERSION, "block_bytes": BLOCK_BYTES, **asdict(self)})
 
     @classmethod
@@ -112,7 +111,6 @@ def _not_a(kind: str, folder: Path, why: str) -> DataError:
 
 
 def damaged(file: Path, what: str) -> DamagedError:
-    """Return the error for a file that is not as it was written."""
     return DamagedError(
         f"{file} {what}.",
         rule=f"its folder is written once, and its {MANIFEST} holds the size and checksums of each file.",
@@ -162,7 +160,6 @@ def _drawn(files: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def file_facts(file: Path) -> dict[str, Any]:
-    """Return what a manifest says of one file."""
     size = file.stat().st_size
     return {"bytes": size, "blocks": "".join(_block_sums(file, range(-(-size // BLOCK_BYTES))))}
 

@@ -80,7 +80,6 @@ class Order:
         return parts.drawn(generator)
 
     def _sorted(self, indices: Array) -> Array:
-        """Sort from the longest to the shortest, stably."""
         assert self.widths is not None
         ordered: Array = indices[np.argsort(-self.widths[indices], kind="stable")]
         return ordered
@@ -101,7 +100,6 @@ class Order:
         return Cut(order, np.array([*starts, len(order)]), np.arange(len(starts)))
 
     def longest(self) -> Array:
-        """Return the batch of the most numbers."""
         assert self.widths is not None
         if self.max_tokens is None:
             return self._sorted(np.arange(self.number))[: self.batch]

@@ -266,7 +266,6 @@ class _Encoder(pickle.Pickler):
         self._arrays.append(bytes(buffer))
 
     def encode(self, value: Any, start: int) -> bytes:
-        """Return an object's bytes for a place in the file."""
         self._stream.seek(0)
         self._stream.truncate()
         self._arrays.clear()

@@ -186,7 +186,6 @@ class _Items:
     num_sampled: int = 0
 
     def taken(self, sample: BinaryIO) -> Iterator[Any]:
-        """Yield each item; write the first ones into the sample."""
         keys, number, draw = None, -1, random.Random(0)
         pickler: pickle.Pickler | None = pickle.Pickler(sample, protocol=5)
         for number, (place, item) in enumerate(self.source):

@@ -114,7 +114,6 @@ def progress_events() -> Progress:
 
 
 def source_changed() -> DataError:
-    """Return the error for a source that changed since its fingerprint was taken."""
     return DataError(
         "the source changed while the panel was built from it.",
         rule="the fingerprint was taken of the content before; nothing was left behind.",

@@ -249,7 +249,6 @@ def check_columns(source: Source, *, date: str, asset: str, numbers: Sequence[st
 
 
 def check_named(part: str, schema: pa.Schema, names: Iterable[str]) -> None:
-    """Refuse a part of a source that does not hold each of some columns once."""
     for name in names:
         if (count := schema.names.count(name)) != 1:
             raise DataError(
@@ -260,7 +259,6 @@ def check_named(part: str, schema: pa.Schema, names: Iterable[str]) -> None:
 
 
 def is_of(kind: pa.DataType, *names: str) -> bool:
-    """Tell whether a column's decoded values are of one of pyarrow.types' kinds."""
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         kind = kind.value_type
     return any(getattr(pa.types, f"is_{name}")(kind) for name in names)
@@ -319,7 +317,6 @@ def decode_dates(column: pa.Array, name: str) -> npt.NDArray[np.datetime64]:
 
 
 def decode_assets(column: pa.Array, name: str) -> pa.Array:
-    """Return a column's asset codes as text (Arrow ``large_string``)."""
     column = _plain(column)
     _refuse_nulls(column, name)
     return column.cast(pa.large_string())
@@ -333,17 +330,14 @@ def decode_numbers(column: pa.Array) -> npt.NDArray[Any]:
     return numpy_of(column)
 
 
-# pyarrow's own ``to_numpy`` and ``pa.array`` import pandas where it is installed: half a second without Ctrl-C.
-
-
-def dtype_of(kind: pa.DataType) -> np.dtype[Any]:
-    """Return NumPy's type for Arrow's integers and floats; before version 22, Arrow's own method needs pandas."""
-    return np.dtype({"halffloat": "float16", "float": "float32", "double": "float64"}.get(str(kind), str(kind)))
+# pyarrow's own ``to_numpy`` and ``pa.array`` import pandas where it is installed: half a second without Ctrl-C. Before
+# version 22, so does its method for a dtype of NumPy.
 
 
 def numpy_of(column: pa.Array) -> npt.NDArray[Any]:
     """The values of a column of integers or floats, a view where none is missing; missing ones are NaN."""
-    kind, length = dtype_of(column.type), len(column)
+    name, length = str(column.type), len(column)
+    kind = np.dtype({"halffloat": "float16", "float": "float32", "double": "float64"}.get(name, name))
     if not length:
         return np.empty(0, kind)
     values: npt.NDArray[Any] = np.ndarray(length, kind, column.buffers()[1], column.offset * kind.itemsize)

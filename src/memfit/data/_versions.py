@@ -57,7 +57,6 @@ def _parent(path: Path) -> Path | None:
 
 
 def newest(path: Path) -> Path:
-    """Return the panel's folder at a path, or the newest one in it."""
     if (path / MANIFEST).exists():
         return path
     found = versions(path)
@@ -137,7 +136,6 @@ def _remove(path: Path, inodes: Sequence[int], proc: Path, *, dry_run: bool) -> 
 
 
 def _users(folder: str, inodes: Sequence[int], proc: Path) -> list[int]:
-    """Return the processes that map one of these files by its name in a folder."""
     wanted = {str(inode) for inode in inodes}
     found = []
     for entry in proc.glob("[0-9]*") if proc.is_dir() else ():

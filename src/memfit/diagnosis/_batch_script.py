@@ -62,8 +62,6 @@ class Setting:
 
 @dataclass(frozen=True)
 class BatchScript:
-    """What a batch script says, each in order."""
-
     lines: tuple[str, ...]
     given: tuple[Setting, ...]  # sbatch's options
     settings: tuple[Setting, ...]  # options and overrides of its commands, and its variables
@@ -97,7 +95,6 @@ class BatchScript:
 
     @property
     def first_command(self) -> int | None:
-        """The index of the first line that starts a training or a launcher."""
         return next((at for at, line in enumerate(self.lines) if _RUNS.match(line)), None)
 
     def command_of(self, line: int) -> int:

@@ -132,7 +132,6 @@ def find_shortage(new: bytes) -> str:
 
 
 def _diagnose(streams: list[Stream], witnesses: Witnesses, kept: Sequence[Checkpoint]) -> Diagnosis:
-    """The diagnosis by logs, other witnesses, and the checkpoints that were kept."""
     num_read = len(streams)
     signs = [sign for index, stream in enumerate(streams) for sign in find_signs(stream, index)]
     signs += [sign for index, stream in enumerate(streams) for sign in exceptions(stream, index)]
@@ -218,7 +217,6 @@ def _where(best: Sign, findings: Sequence[Sign], num_read: int) -> dict[str, Any
 
 
 def _place(sign: Sign) -> dict[str, Any]:
-    """What a sign's lines name; None for what they do not."""
     values, line = sign.values, sign.lines[0]
     number = re.search(r"\d+", str(values.get("pid", "")))
     pid, host = number[0] if number else _first(_PID, sign.text), line.host or None
@@ -263,8 +261,6 @@ def _name_ranks(ranks: set[int]) -> str:
 def _timeline(
     streams: Sequence[Stream], sign: Sign | None, signs: Sequence[Sign], readings: _Readings, claim: Line | None
 ) -> tuple[Moment, ...]:
-    """Start, last progress before the failure, a claim to be done, the failure, and what followed from it."""
-
     def moment(what: str, line: Line, index: int = 0, place: int = 0) -> Moment:
         before = streams[index].lines[max(0, place - 80) : place + 1]  # its own time, or the last one before it
         time = line.time or next((one.time for one in reversed(before) if one.time), "")
@@ -289,7 +285,6 @@ def _timeline(
 
 
 def _arithmetic(finding: Sign, size: Mapping[str, int], device: Figures) -> list[str]:
-    """How a finding's figures add up, each with its scope; contradictions come first."""
     values, total, found = finding.values, device.total or 0, [*device.contradictions.values()]
     card = f"GPU {values['device']}" if "device" in values else "the card"
     said = {name: format_bytes(one) for name, one in size.items()}

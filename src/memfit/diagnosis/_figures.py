@@ -31,7 +31,6 @@ class Figures:
 
     @classmethod
     def read(cls, sizes: Mapping[str, int], text: str) -> Figures:
-        """Return the figures of a diagnosis, with the processes that its evidence names."""
         named = {int(pid): to_bytes(size, unit) for pid, size, unit in _PROCESS.findall("".join(text.split()))}
         known = {name: sizes.get(name) for name in ("free", "allowed", "allocated", "reserved", "own")}
         return cls(sizes.get("device_total"), **known, tried=sizes.get("tried", sizes.get("over")), processes=named)

@@ -58,7 +58,6 @@ def _figures(row: Row, matches: Sequence[re.Match[str]]) -> dict[str, Any] | Non
 
 
 def find_signs(stream: Stream, index: int = 0) -> list[Sign]:
-    """Return what a stream says, row by row of the table."""
     found: list[Sign] = []
     said = {word for word in _WORDS if word in stream.flat}
     for row in SIGNATURES:

@@ -103,7 +103,6 @@ class _Fixer:
         self.job = with_figures(self.held, diagnosis)  # as the advice has it
 
     def change(self, one: Setting, value: str, reason: str, *, behind: bool = False) -> None:
-        """Give a setting another value, or write something behind it."""
         old = self._line(one.line)
         self._pieces[one.line].append((one.end if behind else one.start, one.end, value))
         self.edits.append(Edit(one.line + 1, old.strip(), self._line(one.line).strip(), reason))
@@ -178,7 +177,6 @@ class _Fixer:
             yield Check("memory", "problem", f"{size} is to be requested of its nodes; how many is not known", reason)
 
     def time(self) -> Iterator[Check]:
-        """Raise the time limit by the pace that was seen, if it is too short."""
         wanted, limit = wanted_time(self.job), self.job.limit_seconds or math.inf
         needed = math.inf if self.diagnosis.cause == "walltime" else self.job.needed_seconds or 0
         if wanted and min(wanted[0], needed) > limit:
@@ -217,7 +215,6 @@ class _Fixer:
         return named if named and named.name == "per_device_train_batch_size" else None
 
     def _halve(self, _: Remedy) -> bool:
-        """Halve the batch and double the accumulation, if the script names both, or Hugging Face's batch."""
         job, batch, steps = self.job, self.script.find(*BATCH), self.script.find(*ACCUMULATE)
         if batch is None or not job.batch or job.batch < 2 or not (where := steps or self._hugging_face):
             return False

@@ -115,14 +115,12 @@ def verify_fix(ran: Ran, against: Path, *, before: Ran | None = None) -> list[Ch
 
 
 def is_any_shown(checks: Sequence[Check]) -> bool:
-    """Return whether anything shows one of the settings, in force or not."""
     return any(check.verdict == "problem" or (check.verdict == "ok" and check.source) for check in checks)
 
 
 def _compare(
     name: str, wanted: str, said: str, witness: tuple[str, str, str], verdict: Verdict, where: str = "accounting"
 ) -> Check:
-    """One setting against what a witness says of it, if it says anything."""
     says, ask, mend = witness
     if not said:
         return Check(name, "warning", f"{wanted} in the fixed script; not shown", "", ask)

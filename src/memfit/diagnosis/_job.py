@@ -103,5 +103,4 @@ class Job:
 
 
 def read_number(text: str | None) -> int | None:
-    """Return a whole number; None for another text."""
     return int(text) if text and text.isascii() and text.isdigit() else None

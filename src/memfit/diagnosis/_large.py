@@ -126,7 +126,6 @@ def excerpt(texts: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _tail(pieces: Sequence[Piece]) -> int:
-    """The position of the first of the last pieces that are kept."""
     sizes = accumulate(len(piece.text) + 1 for piece in reversed(pieces))
     return max(0, len(pieces) - 1 - len([*takewhile(lambda size: size <= _TAIL_BYTES, sizes)]))
 

@@ -100,15 +100,12 @@ _CUT = re.compile(
 
 
 class Frame(NamedTuple):
-    """A frame of a traceback: its file, its function and its line of source."""
-
     file: str
     name: str
     source: str
 
 
 def find_phase(streams: Sequence[Stream], sign: Sign) -> JobPhase:
-    """Return the phase of a job at the moment of a sign."""
     stream = streams[sign.stream]
     frames, in_nccl = _frames(stream, sign), "nccl" in sign.text.lower()
     is_loading = bool(frames) and frames[-1].source.startswith(
@@ -157,7 +154,6 @@ def _frame_in(text: str) -> re.Match[str] | None:
 
 
 def _by_frames(frames: list[Frame]) -> JobPhase:
-    """The phase of the innermost frame that means one."""
     for frame in reversed(frames):
         if frame.file.endswith("nn/modules/module.py") and _MOVES.match(frame.name):
             return "build"

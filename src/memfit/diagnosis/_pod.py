@@ -49,7 +49,6 @@ def _list(found: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 
 def _signs(pod: Mapping[str, Any], lines: Sequence[Line]) -> Iterator[Sign]:
-    """Yield how the pod was evicted, and how each of its containers was killed last."""
     spec, status, name = _part(pod, "spec"), _part(pod, "status"), _part(pod, "metadata").get("name", "")
     values: dict[str, Any] = {"node": spec.get("nodeName"), "who": "the kubelet"}
     if status.get("reason") == "Evicted":

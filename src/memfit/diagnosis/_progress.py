@@ -74,7 +74,6 @@ class Reading:
 
 
 def read_counters(lines: Iterable[Line]) -> Iterator[Reading]:
-    """Yield the counters in a stream's lines, in order."""
     for place, line in enumerate(lines):
         text = line.text[:400]
         if not _ANY.search(text) or _FOREIGN.search(text):
@@ -127,8 +126,6 @@ def went_on(readings: Sequence[Reading], place: int) -> bool:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training came."""
-
     steps_per_epoch: int | None = None  # by bars of one epoch each
     num_epochs: int | None = None
     epochs_done: int = 0  # whose bars came to their end

@@ -77,18 +77,15 @@ class Run:
 
     @functools.cached_property
     def state(self) -> RunState | None:
-        """What it says of itself; None where it is damaged."""
         return read_or_say(lambda _: read(self.dir), self.dir.path)
 
     @property
     def folders(self) -> list[Path]:
-        """The folders of its jobs, or that of the job."""
         folders = sorted((self.dir.path / "jobs").iterdir())
         return [one for one in folders if one.is_dir() and self.only in (None, one.name)]
 
     @functools.cached_property
     def signs(self) -> list[Sign]:
-        """How each attempt of its jobs ended; then what was survived."""
         signs = [sign for folder in self.folders for sign in _ends_of(folder, self.state)]
         failed = {sign.values["job"] for sign in signs if sign.name != "success" and not sign.values["recovered"]}
         files = sorted(self.dir.events_dir.glob("*.jsonl"))
@@ -200,7 +197,6 @@ def read_text(path: Path, rule: str, remedy: str, most_bytes: int = -1) -> str:
 
 
 def read_or_say(read: Callable[[Path], T], path: Path) -> T | None:
-    """Return what a reader makes of a file; say so, and return None, if it refuses the file."""
     try:
         return read(path)
     except DamagedError as error:
@@ -282,7 +278,6 @@ def _place_of(job: JobState) -> dict[str, Any]:
 
 
 def _limit_of(evidence: Mapping[str, Any], job: JobState | None, state: RunState | None) -> int | None:
-    """What a job was held to: its cgroup's limit, that of its data, or what its queue was asked for."""
     asked = job.reserved_bytes if job and state and state.budget.get("backend") else None
     return evidence.get("wall_bytes") or evidence.get("data_limit_bytes") or asked
 
@@ -417,7 +412,6 @@ def judge_checkpoints(paths: Sequence[Path]) -> tuple[Checkpoint, ...]:
 
 
 def names_of(checkpoints: Iterable[Checkpoint], state: State) -> str:
-    """Return the first checkpoints in a state, with commas."""
     return list_some([one.name for one in checkpoints if one.state == state])
 
 

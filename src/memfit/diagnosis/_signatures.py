@@ -367,8 +367,6 @@ ray
 
 @dataclass(frozen=True)
 class Row:
-    """One pattern of the table."""
-
     name: str
     regex: re.Pattern[str]
     by_line: bool = False  # matched against lines as they are

@@ -39,7 +39,6 @@ class Sign:
 
     @property
     def rank(self) -> int:
-        """The position of its heading in `MEANINGS`."""
         return _ORDER[self.name]
 
     @property

@@ -51,8 +51,6 @@ _TIME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a log."""
-
     file: str
     number: int  # from 1; pieces that a carriage return divides have the same
     text: str  # without colours, carriage returns and the marks that launchers set before it
@@ -73,7 +71,6 @@ class Stream:
         self.starts = list(accumulate(map(len, pieces[:-1]), initial=0))  # offsets in ``squeezed`` of the lines
 
     def lines_with(self, words: Iterable[str]) -> list[int]:
-        """Return the positions of the lines in which one of these words begins."""
         found: set[int] = set()
         for word in words:
             at = self.flat.find(word)
@@ -84,11 +81,9 @@ class Stream:
         return sorted(found)
 
     def line_at(self, offset: int) -> int:
-        """Return the position of the line that a character of the squeezed text is in."""
         return max(0, bisect.bisect_right(self.starts, offset) - 1)
 
     def between(self, start: int, end: int) -> tuple[Line, ...]:
-        """Return the lines that a part of the squeezed text is in."""
         first, last = self.line_at(start), self.line_at(max(start, end - 1))
         return tuple(line for line in self.lines[first : last + 1] if line.text.strip())
 

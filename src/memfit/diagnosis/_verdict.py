@@ -30,7 +30,6 @@ _LAST, _TRACEBACK = 12, 150
 
 
 def exceptions(stream: Stream, index: int = 0) -> list[Sign]:
-    """Return the exceptions that end tracebacks, or a log."""
     found, last, header = [], len(stream.lines) - _LAST, -1_000
     for place, line in enumerate(stream.lines):
         if "Traceback (most recent call last)" in line.text:

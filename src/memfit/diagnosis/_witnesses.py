@@ -26,8 +26,6 @@ _PIDS = re.compile(r"\bpid\(?s?\)?\W{1,3}(\d{2,8})\b|: line \d+: +(\d{2,8}) Kill
 
 @dataclass(frozen=True)
 class Witnesses:
-    """What the witnesses say."""
-
     signs: tuple[Sign, ...] = ()  # good ends, then the kernel's and the accounting's, then those of run directories
     steps: tuple[StepMemory, ...] = ()  # of the job, the killed one first
     status: int | None = None  # the job's exit status in the accounting
@@ -57,7 +55,6 @@ class Witnesses:
 def read_witnesses(
     lines: Sequence[Line], *, sacct: str | None, kernel_log: str | None, files: tuple[str, str]
 ) -> Witnesses:
-    """Return what the lines of a job's logs, its accounting and the kernel's log say; ``files`` names the two."""
     jobs, pids = _numbers(lines)
     account = [Line(files[0], number, text) for number, text in enumerate((sacct or "").split("\n"), 1)]
     account = list(lines) if sacct is None else account
@@ -104,7 +101,6 @@ _OOM_SIGNAL = 125
 
 
 def _row_signs(rows: Sequence[Row], lines: Sequence[Line]) -> Iterator[Sign]:
-    """How the last attempt of each job ended, and each of its steps."""
     last = {row.job: row.attempt for row in rows}
     for row in rows:
         if row.attempt != last[row.job]:
@@ -131,7 +127,6 @@ def _own_rows(rows: list[Row], jobs: set[str]) -> tuple[list[Row], bool | None]:
 
 
 def _identity(sign: Sign) -> tuple[str, str]:
-    """The file of a sign, and its job or process."""
     step = str(sign.values.get("step", "")).partition(".")[0]
     return sign.file, step or str(sign.values.get("pid", ""))
 

@@ -32,8 +32,6 @@ class Setup:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What a command's interpreter says of itself."""
-
     version: str = ""  # such as ``3.11``
     start_method: str = ""  # the default of ``multiprocessing``
     error: str = ""  # why nothing is known
@@ -41,8 +39,6 @@ class Interpreter:
 
 @dataclass(frozen=True)
 class Case:
-    """A place and a command to examine."""
-
     root: Path  # the folder above proc and sys: that of this machine, or of a recorded tree
     budget: Budget
     setup: Setup
@@ -53,14 +49,12 @@ class Case:
     cwd: Path
 
     def text(self, path: str) -> str:
-        """Return the text of a file below the root; empty if there is none."""
         try:
             return (self.root / path).read_text(errors="replace").strip()
         except OSError:
             return ""
 
     def number(self, path: str) -> int | None:
-        """Return the first whole number of a file below the root, or None."""
         match = re.match(r"-?\d+", self.text(path))
         return int(match.group()) if match else None
 
@@ -70,7 +64,6 @@ class Case:
         return parse_limits(self.text("proc/self/limits"))
 
     def is_in_memory(self, path: Path) -> bool:
-        """Whether files at a path lie in memory."""
         mounts = [one for one in parse_mountinfo(self.text("proc/self/mountinfo")) if path.is_relative_to(one.point)]
         return bool(mounts) and max(reversed(mounts), key=lambda one: len(one.point)).kind in ("tmpfs", "ramfs")
 
@@ -90,7 +83,6 @@ class Case:
 
     @cached_property
     def loaders(self) -> list[Start]:
-        """The loaders that have workers, or may have."""
         return [one for one in self.script.loaders if self.workers_of(one) != 0]
 
     def workers_of(self, loader: Start) -> int | None:
@@ -107,7 +99,6 @@ class Case:
 
     @property
     def prefetch(self) -> int:
-        """Batches that each worker keeps ready."""
         return max((one.prefetch_factor or PREFETCH for one in self.loaders), default=PREFETCH)
 
     @property

@@ -15,7 +15,6 @@ _DOCKER_BYTES = 64 * MIB  # Docker's default. Source: docker run reference, --sh
 
 
 def check_budget(case: Case) -> Iterator[Check]:
-    """Which limit is the smallest, and whether anything is left of it."""
     budget, binding = case.budget, case.budget.binding
     free, limit = budget.lendable_bytes, binding.limit_bytes
     finding = f"{format_bytes(free)} is free of {format_bytes(limit)}, by {binding.name}; "
@@ -43,7 +42,6 @@ def check_walls(case: Case) -> Iterator[Check]:
 
 
 def check_limits(case: Case) -> Iterator[Check]:
-    """The limits of a process: how many there may be, and open files."""
     workers, limits = case.workers[0], case.limits
     wanted = case.command.num_processes * (1 + workers) * (case.threads + _OTHER_THREADS)
     bounds = [(limits.get("processes", (None, None))[0], "RLIMIT_NPROC (ulimit -u)")]
@@ -66,7 +64,6 @@ def check_limits(case: Case) -> Iterator[Check]:
 
 
 def check_folders(case: Case) -> Iterator[Check]:
-    """Whether the folders for temporary files and for runs lie in memory."""
     reason = "files there are memory, charged to the group that wrote them"
     temp, runs = case.cwd / (case.env.get("TMPDIR") or "/tmp"), case.cwd / case.setup.runs_dir
     for name, path, remedy in (
@@ -79,7 +76,6 @@ def check_folders(case: Case) -> Iterator[Check]:
 
 
 def check_shm(case: Case) -> Iterator[Check]:
-    """Whether /dev/shm holds the batches that workers keep ready."""
     shm, usable, (workers, origin) = case.budget.shm, case.budget.lendable_bytes, case.workers
     reason = (
         "workers hand batches over through /dev/shm: when it is full they die of a bus error; files there are "

@@ -38,7 +38,6 @@ _LOCKS = (
 
 
 def check_command(case: Case) -> Iterator[Check]:
-    """Whether the command's program starts, and its script can be read."""
     command, script, asked = case.command, case.script, case.interpreter
     program = command.interpreter or "Python"
     if command.words and case.root == REAL_ROOT and which(command.words[0], case.cwd, case.env) is None:
@@ -63,7 +62,6 @@ def check_command(case: Case) -> Iterator[Check]:
 
 
 def _method(case: Case, one: Start) -> str:
-    """The start method of a call; empty if unknown."""
     return case.start_method[0] if one.method is None else one.method
 
 
@@ -72,7 +70,6 @@ def _list(starts: Sequence[Start]) -> str:
 
 
 def check_fork(case: Case) -> Iterator[Check]:
-    """Whether processes are forked after threads were started."""
     loaders = [one for one in case.loaders if _method(case, one) in ("fork", "")]
     calls = [one for one in case.script.forks if _method(case, one) in ("fork", "")]
     found = [*_after_loaders(case, loaders), *_after_calls(case, calls)]

@@ -23,8 +23,6 @@ _CODE_OR_MODULE = re.compile(r"-[bBdEiIOPqRsStuvx]*([cm])(.*)", re.S)
 
 @dataclass(frozen=True)
 class Command:
-    """A command as far as its words show."""
-
     words: tuple[str, ...] = ()  # without a leading ``env``, its assignments and wrappers such as ``nice``
     env: Mapping[str, str] = field(default_factory=dict)  # what a leading ``env`` assigns
     interpreter: str | None = None  # the Python that runs it
@@ -34,7 +32,6 @@ class Command:
 
 
 def parse_command(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> Command:
-    """Return the command that some words are in a folder; an empty one without words."""
     rest, given = list(words), {}
     if rest[:1] == ["env"]:
         rest = rest[1:]
@@ -54,7 +51,6 @@ def parse_command(words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) ->
 
 
 def _after_python(words: list[str], cwd: Path) -> Command:
-    """The script, module or text behind Python's own options."""
     at = 0
     while at < len(words) and words[at] != "-":  # a program from standard input is not known
         word = words[at]

@@ -65,7 +65,6 @@ def examine(
 
 
 def ask_interpreter(executable: str, *, env: Mapping[str, str], timeout_seconds: float = 60.0) -> Interpreter:
-    """Return what an interpreter says of itself."""
     try:
         child = subprocess.Popen(
             [executable, "-c", _PROGRAM],

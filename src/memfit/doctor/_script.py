@@ -103,7 +103,6 @@ def _read_text(script: Script, data: bytes, label: str) -> ast.Module:
 
 
 def _local_files(tree: ast.Module, folders: list[Path]) -> list[Path]:
-    """The files beside the script that it imports itself, each once."""
     names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -117,8 +116,6 @@ def _local_files(tree: ast.Module, folders: list[Path]) -> list[Path]:
 
 
 class _Reader(ast.NodeVisitor):
-    """Fills a ``Script`` from one file."""
-
     def __init__(self, script: Script, label: str, tree: ast.Module) -> None:
         self.script, self.label = script, label
         self.renamed: dict[str, str] = {}

@@ -115,7 +115,6 @@ class Allocator:
                     pool.remove(block)
 
     def round(self, num_bytes: int) -> int:
-        """Return the size of the block for a request."""
         return max(-(-num_bytes // MIN_BLOCK), 1) * MIN_BLOCK
 
     def segment_size(self, size: int) -> int:
@@ -155,7 +154,6 @@ class Allocator:
             self._cut(block, size, mapped=True)
 
     def _cut(self, block: _Block, size: int, *, mapped: bool) -> None:
-        """Make a free block of the end of a block."""
         rest = _Block(block.pool, block.stream, block.address + size, block.size - size, block.base)
         rest.previous, rest.next, rest.mapped = block, block.next, mapped
         if block.next is not None:
@@ -253,7 +251,6 @@ class Allocator:
 
 
 def _room(block: _Block) -> int:
-    """The size that a block can grow to."""
     return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
 
 
@@ -285,7 +282,6 @@ class Replay:
 
 
 def replay(trace: Trace, settings: AllocatorSettings | None = None, *, capacity_bytes: int | None = None) -> Replay:
-    """Return what the events of a trace make torch's allocator take from a device with this capacity."""
     allocator = Allocator(settings or AllocatorSettings(), capacity_bytes)
     peaks: dict[Phase, int] = {}
     current, reserved = None, 0

@@ -94,7 +94,6 @@ _fault = partial(Check, "torch allocator")
 
 
 def allocator_faults(text: str) -> list[Check]:
-    """Return the faults of a value of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF."""
     pairs = _split(text)
     return [*_refused(pairs), *_contradictions(pairs)]
 

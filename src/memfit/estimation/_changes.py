@@ -14,7 +14,6 @@ from memfit.estimation._time_limit import time_left
 #: A change joins others only if it saves this share of the device.
 _WORTH = 0.005
 _MOST_ADDED = 16
-#: How many changes are estimated at most.
 _MOST_CHECKS = 5
 #: The options of ``memfit estimate`` for the fields of `Setup` that are set most; ``--train KEY=VALUE`` sets any field.
 _OPTIONS = {

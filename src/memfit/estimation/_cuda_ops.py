@@ -125,7 +125,6 @@ class CudaOps:
         return _attention.attend(call, self.architecture)
 
     def concerns(self, func: Any) -> bool:
-        """Whether an operation may take scratch memory or workspaces."""
         return func in self._scratch or func in _MATRIX_PRODUCTS
 
     def scratch(self, func: Any, args: Sequence[Any], result: Any, phase: Phase) -> Sequence[int]:

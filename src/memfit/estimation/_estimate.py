@@ -21,7 +21,6 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 def judge(need: Interval, total_bytes: int) -> Verdict:
-    """Say whether bytes fit a device."""
     if need.upper <= total_bytes:
         return "tight" if why_tight(need.upper, total_bytes) else "fits"
     return "may fit" if need.value <= total_bytes else "does not fit"

@@ -124,8 +124,6 @@ def _trace_step(
 
 
 def _widen(found: Estimate, other: Estimate, note: str) -> Estimate:
-    """Return an estimate whose bounds are also those of another one."""
-
     def widen(ours: Mapping[Any, Interval], others: Mapping[Any, Interval]) -> dict[Any, Interval]:
         known = {**dict.fromkeys(others, Interval()), **ours}
         return {name: Interval(one.value, max(one.upper, others.get(name, one).upper)) for name, one in known.items()}
@@ -144,7 +142,6 @@ def _widen(found: Estimate, other: Estimate, note: str) -> Estimate:
 
 
 def _with_load(step: Estimate, load: Interval, beside: Interval) -> Estimate:
-    """Add the loading of the weights to the estimate of a step."""
     need = {**dict.fromkeys(step.device, load), "device_bytes": load + beside}
     highest = max(one.value for one in step.by_phase.values())
     return replace(
@@ -201,7 +198,6 @@ def build_program(config: Mapping[str, Any], setup: Setup) -> Program:
 def _estimate_setup(
     make: Make, setup: Setup, gpu: Gpu | None, allocator: AllocatorSettings | None, sizes: Iterable[Size]
 ) -> Estimate:
-    """Estimate a setup's step, and note what the setup leaves open."""
     how: dict[str, Any] = {"gpu": gpu, "world_size": setup.world_size, "allocator": allocator, "real_data": False}
     found = estimate_step(make, sizes=sizes, **how)
     return replace(found, notes=tuple(dict.fromkeys((*found.notes, *list_assumptions(setup)))))
@@ -326,7 +322,6 @@ def _program_of(
 
 
 def _own_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """Return the model's own loss, or the sum of its outputs."""
     import torch
 
     from memfit.estimation._program import find_tensors

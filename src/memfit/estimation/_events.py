@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple, get_args
 
 from memfit.estimation._interval import Interval
 
-#: What the bytes of a block are for.
 Part = Literal[
     "weights",  # parameters
     "buffers",  # what a module holds beside its parameters
@@ -59,7 +58,6 @@ class Peak:
 
 
 def find_peaks(trace: Trace) -> dict[Phase, Peak]:
-    """Return the peak of each phase, in order of appearance."""
     sizes: dict[int, int] = {}
     alive: dict[Part, int] = {}
     peaks: dict[Phase, Peak] = {}

@@ -89,7 +89,6 @@ class ModelConfig:
 
     @property
     def task(self) -> str:
-        """The first class that the config names."""
         return str((self.get("architectures") or ["Model"])[0])
 
 
@@ -259,7 +258,6 @@ def _gated_mlp(
 
 
 def _plain_mlp(width: int, inner: int, act: str, names: tuple[str, str], *, bias: bool = True) -> Block:
-    """``down(act(up(x)))``."""
     linears = (Linear(names[0], width, inner, bias), Linear(names[1], inner, width, bias))
     kept = (
         Kept("input of the MLP", width, "compute", (names[0],)),

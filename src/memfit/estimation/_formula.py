@@ -16,7 +16,7 @@ from memfit.errors import ConfigError, nearest
 from memfit.estimation._bounds import bound_load
 from memfit.estimation._estimate import Estimate, Metric, judge
 from memfit.estimation._events import Part, Phase
-from memfit.estimation._families import Anatomy, Attention, Block, Kept, Linear, Stack, check_names, find_anatomy
+from memfit.estimation._families import Anatomy, Attention, Kept, Linear, Stack, check_names, find_anatomy
 from memfit.estimation._gpus import ANY_GPU, Gpu
 from memfit.estimation._interval import Interval
 from memfit.estimation._setup import Setup, find_lora_targets, list_assumptions
@@ -155,7 +155,6 @@ class _Case:
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
-        """The names of matrix products that have adapters."""
         if not self.setup.lora_rank:
             return ()
         names = sorted({linear.name for linear, _ in self.linears})
@@ -171,9 +170,6 @@ class _Case:
             )
         return tuple(name for hits in found.values() for name in hits)
 
-    def _adapted(self, block: Block) -> list[Linear]:
-        return [linear for linear in block.linears if linear.name in self.targets]
-
     @cached_property
     def num_adapters(self) -> int:
         adapted = [(one, count) for one, count in self.linears if one.name in self.targets]
@@ -181,13 +177,11 @@ class _Case:
 
     @property
     def num_beside(self) -> int:
-        """Parameters outside of blocks."""
         in_blocks = sum(stack.num_blocks * stack.block.num_parameters for stack in self.anatomy.stacks)
         return self.anatomy.num_parameters - in_blocks
 
     @property
     def num_weights(self) -> int:
-        """Numbers in matrix products of blocks."""
         return sum(count * one.num_weights for one, count in self.linears)
 
     @property
@@ -197,7 +191,6 @@ class _Case:
 
     @property
     def num_largest(self) -> int:
-        """Numbers of the largest weight that is trained."""
         if rank := self.setup.lora_rank:
             every = [rank * max(one.inputs, one.outputs) for one, _ in self.linears if one.name in self.targets]
         else:
@@ -219,7 +212,6 @@ class _Case:
 
     @property
     def load(self) -> Interval | None:
-        """What loading the weights takes."""
         largest = max((one.num_weights for one, _ in self.linears), default=0)
         largest *= self.held * (self.setup.quantization != "none")
         unit = max(self.num_beside, *(stack.block.num_parameters for stack in self.anatomy.stacks)) * self.held
@@ -316,7 +308,6 @@ class _Case:
         return ((self.setup.target_len or source) if stack.is_target else source), source
 
     def block_kept(self, stack: Stack) -> Interval:
-        """What one block keeps for its backward pass."""
         block, (tokens, source) = stack.block, self._tokens(stack)
         count = self.setup.batch * tokens
         value = upper = 0.0
@@ -324,14 +315,13 @@ class _Case:
             low, high = self._kept_bytes(kept)
             value += count * kept.width * low
             upper += count * kept.width * high
-        ranks = len(self._adapted(block)) * count * self.setup.lora_rank * self.compute
+        ranks = sum(one.name in self.targets for one in block.linears) * count * self.setup.lora_rank * self.compute
         found = Interval(ceil(value), ceil(max(value, upper))) + Interval(ranks, 2 * ranks)
         for one in block.attentions:
             found += self._attention_kept(one, tokens, source if one.is_crossed else tokens)
         return found.times(1, _ABOVE_KEPT[not self.anatomy.is_exact])
 
     def _checkpoint(self, stack: Stack) -> Interval:
-        """What one block keeps through the whole forward pass."""
         whole, block = self.block_kept(stack), stack.block
         count = self.setup.batch * self._tokens(stack)[0]
         entry = Interval(count * block.width * self.held)
@@ -409,7 +399,6 @@ class _Case:
 
     @cached_property
     def always(self) -> _Moment:
-        """What lives from the first step to the last."""
         tokens = sum(self._tokens(stack)[0] for stack in self.anatomy.stacks)
         inputs = self.setup.batch * tokens * 16  # ids and labels
         return {
@@ -425,7 +414,6 @@ class _Case:
         return {**always, "communication": always["communication"] + communication, **others}  # type: ignore[dict-item]
 
     def moments(self) -> dict[Phase, list[_Moment]]:
-        """What lives at each moment that may be the highest of its phase."""
         setup, stacks = self.setup, self.anatomy.stacks
         _, gathered, reduced = self.communication
         widths = [setup.batch * self._tokens(stack)[0] * stack.block.width for stack in stacks]

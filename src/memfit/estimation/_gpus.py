@@ -173,5 +173,4 @@ def _key(name: str) -> str:
     return re.sub(r"^(?:rtx|nvidia)|(?<=\d)gi?b$", "", "".join(kept))
 
 
-#: For an estimate without a device.
 ANY_GPU = find_gpu("1024TiB")

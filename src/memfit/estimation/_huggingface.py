@@ -66,7 +66,6 @@ def build_step(config: Mapping[str, Any], setup: Setup) -> tuple[Any, dict[str, 
 
 @contextlib.contextmanager
 def _swapped(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Exchange an attribute of a module of transformers."""
     before = getattr(module, name, None)
     setattr(module, name, value)
     try:
@@ -76,8 +75,6 @@ def _swapped(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _make_loss(head: nn.Module | None) -> _Loss:
-    """Return the loss of a batch: the model's own, or that of a chunked head."""
-
     def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         from transformers import masking_utils
 
@@ -324,7 +321,6 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
 
 
 def _check_length(config: Any, setup: Setup) -> None:
-    """Refuse sequences that are longer than the table of learned positions."""
     positions = getattr(config, "max_position_embeddings", None)
     rotary = any(getattr(config, name, None) for name in ("rope_parameters", "rope_theta", "alibi"))
     relative = getattr(config, "relative_attention", False) or getattr(config, "relative_attention_num_buckets", None)

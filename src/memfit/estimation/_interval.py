@@ -20,7 +20,6 @@ class Interval:
     upper: int = -1
 
     def __post_init__(self) -> None:
-        """Set a bound that was left out, and refuse one below the value."""
         if self.upper == -1:
             object.__setattr__(self, "upper", self.value)
         if not 0 <= self.value <= self.upper:

@@ -47,13 +47,11 @@ class QuantizedLinear(nn.Module):
         self.bias = None if bias is None else _freeze(torch.empty(bias.shape, dtype=bias.dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product, computed in ``compute_dtype``, in the dtype of ``x``."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         result: torch.Tensor = _Product.apply(x.to(self.compute_dtype), bias, self)  # type: ignore[no-untyped-call]
         return result.to(x.dtype)
 
     def make_weight(self) -> torch.Tensor:
-        """Allocate the weight in ``compute_dtype``."""
         return torch.empty(self.out_features, self.in_features, dtype=self.compute_dtype)
 
 
@@ -110,7 +108,6 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _find_features(module: nn.Module) -> tuple[int, int]:
-    """Return how many features a linear layer takes and gives."""
     layer: Any = module
     if type(module).__name__ == "Conv1D":
         features_in, features_out = layer.weight.shape
@@ -129,7 +126,6 @@ class LoraLinear(nn.Module):
         self.lora_B = nn.Linear(rank, features_out, bias=False, dtype=torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add the scaled product of both adapters to the frozen layer's result, in the dtype of that."""
         result: torch.Tensor = self.base_layer(x)
         update: torch.Tensor = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype))) * 2.0
         if isinstance(self.base_layer, QuantizedLinear):  # PEFT's tuners/lora/bnb.py casts before it adds

@@ -123,7 +123,6 @@ class _MixedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all weights at once, with temporaries of all, or one by one, without."""
         weights = _weights_with_gradients(self)
         for weight in weights:
             if not self.state[weight]:
@@ -153,7 +152,6 @@ class _MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Cast gradients, update the copies and write them back."""
         pairs = [(weight, master) for weight, master in self._pairs if weight is not master]
         for weight, master in pairs:
             master.grad = None if weight.grad is None else weight.grad.float()

@@ -36,7 +36,6 @@ class Program:
     cast_slack: int = 0  # bytes that stay beyond the count if libraries widen weights after loading them
 
     def step(self) -> None:
-        """Run one update, as a plain training loop does it."""
         optimizer = self.optimizer
         if optimizer is None:
             with torch.no_grad():

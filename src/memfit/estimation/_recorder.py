@@ -110,7 +110,6 @@ class Log:
         return number
 
     def resize(self, tensor: torch.Tensor) -> None:
-        """Replace a block whose storage has changed its size."""
         storage = tensor.untyped_storage()
         known = self.alive.get(storage._cdata)
         if known is not None and known[0] == _ON_HOST:

@@ -18,7 +18,6 @@ Strategy = Literal["none", "ddp", "fsdp"]
 Quantization = Literal["none", "nf4", "int8"]
 Loading = Literal["any", "shards", "whole"]
 
-#: The note of a compiled step.
 NOT_COMPILED = "torch.compile is left out: these figures are without it; most published compiled steps took less"
 #: What PEFT 0.17 adapts by default (utils/constants.py), by model type; others have q_proj and v_proj.
 _LORA_TARGETS: dict[str, tuple[str, ...]] = {
@@ -132,7 +131,6 @@ def find_lora_targets(model_type: str) -> tuple[str, ...]:
 
 
 def list_assumptions(setup: Setup) -> tuple[str, ...]:
-    """Return notes on what a setup leaves open or loses."""
     found = [NOT_COMPILED] if setup.compiled else []
     full = not setup.lora_rank and setup.optimizer != "none"
     if setup.dtype == "bf16" and full and not setup.master_weights:

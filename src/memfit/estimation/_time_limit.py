@@ -16,7 +16,6 @@ _limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(math.inf,
 
 
 def out_of_time(what: str) -> OutOfTimeError:
-    """Return the error that says ``what`` took too long, and what to do."""
     return OutOfTimeError(
         what,
         rule="a trace runs every operation of two training steps; a loop over time steps has many. "
@@ -37,7 +36,6 @@ def limit_time(seconds: float, allowed: float | None = None) -> Iterator[None]:
 
 
 def share_time(share: float) -> contextlib.AbstractContextManager[None]:
-    """Give the traces within the block a share of the time that is left."""
     return limit_time(max(0.0, time_left()) * share, limit_seconds())
 
 
@@ -47,7 +45,6 @@ def time_left() -> float:
 
 
 def limit_seconds() -> float:
-    """Return the seconds of CPU time that `limit_time` allows."""
     return _limit.get()[1]
 
 

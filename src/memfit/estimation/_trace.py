@@ -169,9 +169,8 @@ class _RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         reals = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
-        if (tensors and len(reals) == len(tensors) and all(map(_is_whole, reals))) or (
-            not tensors and _makes_few_numbers(func, args, kwargs)
-        ):
+        are_whole = not any(one.is_floating_point() or one.is_complex() for one in reals)
+        if are_whole and len(reals) == len(tensors) if tensors else _makes_few_numbers(func, args, kwargs):
             return self._compute(func, args, kwargs, reals)
         if not reals:
             return func(*args, **kwargs)
@@ -229,10 +228,6 @@ class _RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
-
-
 def _makes_few_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation without tensors makes some whole numbers, such as ``arange(10)``."""
     dtype = kwargs.get("dtype")
@@ -258,7 +253,6 @@ class _Watch:
     is_backward: bool = False  # autograd's engine is running
 
     def follow(self, program: Program) -> None:
-        """Name what a program is made of, before it runs."""
         self._learn(program.model)
         self.log.claim(find_tensors(program.batch), "inputs")
         if program.optimizer is not None:
@@ -267,7 +261,6 @@ class _Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Put hooks into torch until the end of the block."""
         engine = getattr(torch.autograd, _ENGINE)
 
         def run_engine(*args: Any, **kwargs: Any) -> Any:
@@ -331,7 +324,6 @@ class _Watch:
             self.log.claim(tree_leaves(state), "optimizer")
 
     def claim_all(self) -> None:
-        """Name the blocks that live between phases."""
         owned = (one for _, module in self.modules.values() for one in module.parameters(recurse=False))
         self.log.claim((one.grad for one in owned), "gradients")
         for optimizer in self.optimizers.values():

@@ -50,7 +50,6 @@ def code_of(function: Callable[..., Any], target: str, params: type | None = Non
 
 
 def code_of_command(words: Iterable[str], folder: Path) -> dict[str, str]:
-    """Return digests of the files that a command names."""
     named = {word: folder / word for word in words if "{" not in word}
     return {word: fingerprint_files(path) for word, path in named.items() if path.is_file()}
 
@@ -220,7 +219,6 @@ class _Reader:
         return self._load(name), chain
 
     def _load(self, name: str) -> _Module | None:
-        """Read a module of the user's; None for any other."""
         if name not in self.modules:
             path = _file_of(name)
             is_own = path is not None and _is_own(name, path, self._home.partition(".")[0])
@@ -285,7 +283,6 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _targets(node: ast.stmt) -> set[str]:
-    """Return the names that a statement defines, also in its blocks."""
     if isinstance(node, _DEFINITIONS):
         return {node.name}
     stored = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
@@ -302,7 +299,6 @@ def _names_in(node: ast.stmt) -> frozenset[tuple[str, ...]]:
 
 @functools.cache
 def _imports_in(node: ast.stmt) -> dict[str, list[_Place]]:
-    """Return the places of each name that an import in a statement defines."""
     found: dict[str, list[_Place]] = {}
     for one in ast.walk(node):
         if isinstance(one, ast.Import):

@@ -36,8 +36,6 @@ _SCRIPT = re.compile(r"\S+\.(?:py|sh|R|jl|js|pl|rb)")
 
 @dataclass(frozen=True)
 class Choice:
-    """Which stages and units of a workload to run."""
-
     until: str | None = None  # the last stage; None for all
     anew: str | None = None  # the stage that runs again, valid or not, with all stages that read it
     skip: tuple[str, ...] = ()  # stages that count as passed
@@ -133,10 +131,7 @@ def expand_range(name: str, text: str) -> Sequence[str]:
 
 
 def parse_param(text: str, read: Callable[[str, str], Sequence[Any]] = expand_range) -> tuple[str, list[Any]]:
-    """Return the name and the values of a ``--param``: ranges, ``a,b`` and ``"a,b",c``, in any mixture.
-
-    ``read`` takes the name and an unquoted value, and returns the values that it stands for.
-    """
+    """Return the name and the values of a ``--param``: ranges, ``a,b`` and ``"a,b",c``, in any mixture."""
     given, (name, equals, text) = text, text.partition("=")
     if not equals or not name:
         raise _bad(f"--param {given} is not name=values", "write for example --param fold=1..5")
@@ -179,12 +174,10 @@ def check_placeholders(command: Sequence[str], names: Sequence[str]) -> None:
 
 
 def config_of_command(command: Sequence[str], stage: str = "cmd") -> dict[str, Any]:
-    """Return the config whose only stage is a command."""
     return {"experiment": _name_of(command), "stages": {stage: {"run": list(command)}}}
 
 
 def check_command(command: Sequence[str], combinations: Sequence[Mapping[str, str]]) -> None:
-    """Refuse a command whose program or script is not there."""
     for (program,) in dict.fromkeys(fill(command[:1], combination) for combination in combinations):
         if shutil.which(program) is None:
             path = Path(program)
@@ -258,7 +251,6 @@ def chosen_units(text: str, labels: Sequence[str] | None) -> list[int]:
 
 
 def _no_range(name: str, text: str, low: str, high: str) -> UsageError:
-    """Return the error for what resembles a range, with the range that may be meant."""
     is_whole = re.fullmatch(r"-?\d+", low) and re.fullmatch(r"-?\d+", high)
     meant = f"{name}={low}..{high}" if is_whole else f"list the values: {name}={low},{high}"
     if not is_whole and re.fullmatch(r"[-+.\deE]+", high):

@@ -335,7 +335,6 @@ def call_with_settings(
 
 
 def load_workload(target: str) -> Workload[Any]:
-    """Return the workload that a config's target names; a function becomes a workload of one stage."""
     found = load_target(target)
     if isinstance(found, Workload):
         return found

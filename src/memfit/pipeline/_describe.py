@@ -53,7 +53,6 @@ class StageSpec:
 
     @property
     def reads(self) -> list[str]:
-        """The stages whose results it uses."""
         return [*self.needs, *filter(None, [self.source])]
 
 
@@ -105,7 +104,6 @@ def describe(
 
 
 def _refusal(check: Callable[[Any], None], params: BaseModel) -> ConfigError | None:
-    """Return what a check of the params raised."""
     try:
         check(params)
     except UsageError as error:
@@ -245,7 +243,6 @@ def _check_several(stage: StageSpec, stages: Mapping[str, StageSpec]) -> None:
 
 
 def setting_of(params: Mapping[str, Any], dotted: str, who: str) -> Any:
-    """Return a setting by its dotted name, which begins with ``params.``; ``who`` names it."""
     found: Any = {"params": params}
     for name in dotted.split("."):
         if not isinstance(found, Mapping) or name not in found:
@@ -259,11 +256,7 @@ def setting_of(params: Mapping[str, Any], dotted: str, who: str) -> Any:
 
 
 def list_units(stage: StageSpec, facts: Mapping[str, Any]) -> list[Any]:
-    """Return the units that settings or a result list for a stage; a whole number n stands for 1 to n.
-
-    >>> list_units(StageSpec("fold", path=["folds"]), {"folds": 3})
-    [1, 2, 3]
-    """
+    """Return the units that settings or a result list for a stage; a whole number n stands for 1 to n."""
     found: Any = facts
     for part in stage.path:
         found = found.get(part) if isinstance(found, Mapping) else None

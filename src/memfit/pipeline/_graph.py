@@ -85,7 +85,6 @@ class Graph:
                     changed = changed or len(self._waiting[name]) < len(waiting)
 
     def give_up(self, why: str) -> None:
-        """Let no more units start."""
         self.why_given_up = why
         for unit in [one for units in self._waiting.values() for one in units]:
             self._set(unit, "cancelled", why)
@@ -106,7 +105,6 @@ class Graph:
             self._waiting.pop(reader, None)
 
     def readers_of(self, name: str) -> list[str]:
-        """Return the stages that read one, directly or not."""
         found = [name]
         for other, stage in self.stages.items():  # each comes after what it reads
             found += [other] if set(found).intersection(stage.reads) else []
@@ -132,7 +130,6 @@ class Graph:
         return is_asked and unit.stage.name not in self.anew and key_of(path) == unit.key
 
     def overwrites(self) -> bool:
-        """Return whether going on may write over a result."""
         if not self.units.keys() >= self.asked:
             return True
         left = [unit for unit in self.all_units if unit.state in ("ready", "waiting", "reused")]
@@ -197,7 +194,6 @@ class Graph:
         ]
 
     def _inputs(self, unit: Unit, others: Iterable[str]) -> dict[str, list[Unit]] | None:
-        """Return the units of other stages that a unit waits for; None while they are not known."""
         found: dict[str, list[Unit]] = {}
         for name in others:
             units, each = self._units(name), self.stages[name].each

@@ -50,7 +50,6 @@ class _Planned(NamedTuple):
     origin: str
 
     def needs(self, slack: float, watching: Amount) -> Amount:
-        """Return what a node needs with a share of slack on the peak."""
         ledger = self.forecast.ledger
         return ledger.peak.scaled(self.jobs * (1 + slack)) + ledger.mapped + watching
 
@@ -192,7 +191,6 @@ def _shm_and_cpus(settings: RunConfig, planned: _Planned) -> tuple[Amount, str, 
 
 
 def _grace(settings: RunConfig, told: _Earlier) -> tuple[float, str]:
-    """Return how long a stop may take, and how that follows."""
     if "grace_seconds" in settings.model_fields_set or told.save_seconds is None:
         return settings.grace_seconds, f"grace_seconds, {settings.grace_seconds:g} s"
     least = settings.grace_seconds if told.remark else _LEAST_GRACE_SECONDS

@@ -23,7 +23,6 @@ from memfit.masking import mask
 _SAMPLED_BYTES = 64 << 20  # of larger raw data a sample is read
 _PIECE_BYTES = 1 << 20
 _NUM_PIECES = 16
-#: How the files of each kind of output end.
 ENDINGS = {"panel": ".panel.json", "table": ".feather", "arrays": ".arrays", "json": ".json"}
 _ONLY = "value"  # the name of an array that is saved alone
 _OUTPUT = {"name": str, "kind": str, "path": str, "bytes": int, "sha256": str}
@@ -83,7 +82,6 @@ def write_result(
     seconds: float,
     **more: Any,
 ) -> None:
-    """Write the manifest of a new result; ``facts`` are those of the unit."""
     made = {"schema_version": 1, "status": "completed", "why": "", "exit_code": 0, "unforeseen": {}}
     made |= {**facts, "result": result, "outputs": outputs, "seconds": round(seconds, 3), "reused_from": None}
     _write(path, made | {"digest": _digest_of(result, outputs)} | more)
@@ -99,7 +97,6 @@ def _write(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def remove_result(manifest: Path) -> None:
-    """Remove a unit's manifest, and its folder with all checkpoints."""
     (manifest.with_suffix("") / ".key").unlink(missing_ok=True)  # first: nothing goes on from what a kill leaves
     manifest.unlink(missing_ok=True)
     shutil.rmtree(manifest.with_suffix(""), ignore_errors=True)
@@ -130,7 +127,6 @@ def open_folder(manifest: Path, key: str, outcome: Path) -> Path:
 
 
 def _remove_asides(folder: Path, name: str = ".+") -> None:
-    """Remove what kills left of files and folders that were being written."""
     for aside in folder.iterdir():
         if re.fullmatch(rf"\.{name}\.\d+-\d+\.tmp", aside.name):
             shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
@@ -228,7 +224,6 @@ def _save_path(folder: Path, name: str, path: Path) -> Path:
 
 
 def find_output(folder: Path, name: str) -> Path | None:
-    """Return the path of an output that a folder holds already, or None."""
     note = folder / f".{name}.path"
     names = [*(f"{name}{ending}" for ending in ENDINGS.values()), note.read_text() if note.is_file() else name]
     return next((folder / one for one in names if (folder / one).exists()), None)
@@ -278,7 +273,6 @@ def load_path(path: Path) -> Any:
 
 
 def hash_file(path: Path, count: Callable[[int], None] | None = None) -> str:
-    """Return the SHA-256 of a file's content; ``count`` takes the number of bytes that were read last."""
     sha = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while piece := file.read(_PIECE_BYTES):
@@ -288,12 +282,10 @@ def hash_file(path: Path, count: Callable[[int], None] | None = None) -> str:
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of output that a path holds, by its name."""
     return next((kind for kind, ending in ENDINGS.items() if path.name.endswith(ending)), "path")
 
 
 def describe_outputs(folder: Path, saved: Mapping[str, Path]) -> list[dict[str, Any]]:
-    """Return the outputs of a folder with their sizes and hashes."""
     found = []
     for name, path in saved.items():
         size, relative = _size_of(path), str(path.relative_to(folder))
@@ -320,7 +312,6 @@ def hash_output(path: Path, count: Callable[[int], None] | None = None) -> str:
 
 
 def _read_panel(path: Path) -> tuple[Path, str]:
-    """Return where the panel of an output is, and its fingerprint."""
     found = read_json(path, {"path": str, "fingerprint": str}) or {"path": "", "fingerprint": ""}
     return (path.parent / found["path"]).resolve(), found["fingerprint"]
 
@@ -359,7 +350,6 @@ def mapped_bytes(path: Path) -> int:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the files in a folder and below, in order, without hidden ones."""
     return sorted(one for one in folder.rglob("*") if one.is_file() and not one.name.startswith("."))
 
 

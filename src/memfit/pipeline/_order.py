@@ -107,7 +107,6 @@ class Order:
         return [gate for gate, stage in self.by_name.items() if stage.holds == name and gate not in skipped]
 
     def topology(self, stage: str) -> StageSettings:
-        """Return what a stage needs of the machine."""
         return self.settings.stages.get(stage, StageSettings())
 
     def is_main(self, stage: StageSpec) -> bool:
@@ -118,12 +117,10 @@ class Order:
         return self.resources_of(stage).ranks
 
     def resources_of(self, stage: StageSpec) -> Resources:
-        """Return the processes of each job of a stage."""
         own = self.topology(stage.name).resources
         return own or (self.settings.resources if self.is_main(stage) else Resources())
 
     def nodes_of(self, stage: StageSpec) -> int:
-        """Return over how many nodes each job of a stage is spread."""
         asked = [self.settings.slurm, *filter(None, [self.topology(stage.name).slurm])]
         given = [one.nodes for one in asked if "nodes" in one.model_fields_set]
         is_one = bool(self.settings.target) and self.ranks_of(stage) == 1  # a function of one process

@@ -28,10 +28,7 @@ _MOST_ASKED, _AGAIN_SECONDS = 5, 3.0
 
 @contextmanager
 def local_place(run: RunDir, settings: RunConfig, events: EventWriter, parent: Parent | None) -> Place:
-    """Remove what dead runs of this host left; make the claims, and the backend with control groups if it can.
-
-    ``parent`` is the process from which functions are forked.
-    """
+    """Remove what dead runs of this host left; make the claims, and the backend with control groups if it can."""
     for entry in sweep_entries():
         with suppress(OSError), ExitStack() as held:
             descriptor = lock_file(entry.run / "supervisor.lock", 0.0)
@@ -71,7 +68,6 @@ def local_place(run: RunDir, settings: RunConfig, events: EventWriter, parent: P
 
 @contextmanager
 def slurm_place(run: RunDir, settings: RunConfig, events: EventWriter, _: Parent | None) -> Place:
-    """Make the backend that queues jobs with Slurm."""
     events.write("budget", **read_budget(settings).to_dict(), group="", backend="slurm")
     queue = SlurmBackend(
         run,
@@ -170,7 +166,6 @@ def _check_nodes(settings: RunConfig, name: str, asked: SlurmOptions, largest: M
 
 
 def _slurm_of_stages(settings: RunConfig) -> dict[str, SlurmOptions]:
-    """Return what the jobs of some stages ask of Slurm, each with the run's own settings where it says nothing."""
     return {
         name: settings.slurm.model_copy(update={key: getattr(one.slurm, key) for key in one.slurm.model_fields_set})
         for name, one in settings.stages.items()

@@ -224,13 +224,10 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start
 
 
 class Node(NamedTuple):
-    """The budget of a node, and the machine that was described, if one was."""
-
     budget: Budget
     machine: Machine | None
 
     def layout(self, order: Order, stage: StageSpec) -> Layout:
-        """Return how the ranks of a job of a stage lie on it."""
         ranks, nodes = order.ranks_of(stage), order.nodes_of(stage)
         if self.machine is not None:
             return self.machine.layout(ranks)
@@ -325,7 +322,6 @@ def _model(order: Order, stage: StageSpec, budget: Budget) -> Mapping[str, Any]:
 
 
 def _advice(rows: Sequence[AtOnce], num_jobs: int) -> str:
-    """Say how many jobs run at once, how long that takes, and how more of them would fit."""
     most = max((row for row in rows if row.fits), key=lambda row: row.num_jobs, default=None)
     if most is None:
         return ""

@@ -228,7 +228,6 @@ def estimate_in_child(
 
 
 def _describe_data(context: Context, longest: Longest) -> dict[str, Any]:
-    """Return what the longest batch and the panels of a stage take, as a part of an estimate."""
     size, outputs = format_bytes(longest.num_bytes), [one for found in context.needs.values() for one in found]
     panels = [one.panel(out["name"]) for one in outputs for out in one.facts["outputs"] if out["kind"] == "panel"]
     mapped, named = sum(panel.nbytes for panel in panels), [f"the output of {name}" for name in context.needs]

@@ -74,12 +74,10 @@ class Unit:
 
     @property
     def seconds(self) -> float:
-        """How long it took to make its result."""
         return float(self.made.get("seconds", 0.0))
 
     @property
     def result(self) -> Mapping[str, Any]:
-        """What the stage returned for it; empty for a command without ``result.json``."""
         found: Mapping[str, Any] = self.made.get("result", {})
         return found
 
@@ -91,12 +89,10 @@ class Unit:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What its result is made of, for the manifest."""
         found = {"stage": self.stage.name, "unit": self.value, "job": self.job_id, "key": self.key}
         return found | {"parts": dict(self.parts), "settings": mask(self.stage.settings), "code": self.stage.code}
 
     def manifest(self, run: RunDir) -> Path:
-        """Return the path of its manifest in a run."""
         return run.manifest_path(self.stage.name, self.job_id)
 
 
@@ -162,7 +158,6 @@ class Results:
         return Ended("reused", made=found | {"reused_from": found["reused_from"] or str(unit.elsewhere)})
 
     def link(self, unit: Unit) -> None:
-        """Link a result of another run into this one."""
         assert unit.elsewhere is not None
         link_result(unit.elsewhere, unit.manifest(self.run), unit.made)
 
@@ -218,7 +213,6 @@ def _valid(path: Path, key: str) -> dict[str, Any] | None:
 
 
 def changed_settings(before: Mapping[str, Any], stage: StageSpec) -> list[str]:
-    """Return the settings of a stage that are not those of a manifest, as texts."""
     changes = differences(before["settings"], mask(stage.settings))
     return [f"{one} {then!r:.40} -> {now!r:.40}" for one, then, now in changes]
 

@@ -139,7 +139,6 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
 
 
 def start_folder(run: RunDir) -> contextlib.chdir[Path]:
-    """Return what makes the folder of a run's start the current one, in a ``with`` block."""
     cwd = Path(run.header.get("cwd") or ".")
     if not cwd.is_dir():
         raise UsageError(
@@ -225,7 +224,6 @@ def _go_on(
 
 
 def write_order(order: Order, run: RunDir) -> None:
-    """Write the resolved config and the graph."""
     write_config(order, run.path / "config.yaml")
     kept = ("name", "needs", "after", "each", "holds", "in_order")
     stages = [{name: getattr(stage, name) for name in kept} for stage in order.stages]
@@ -355,7 +353,6 @@ def _settle(order: Order, supervisor: Supervisor, graph: Graph, statuses: Mappin
 
 
 def _tables(order: Order, graph: Graph, statuses: Mapping[str, JobStatus]) -> list[dict[str, Any]]:
-    """Return a table for each stage with units and results: a row for each unit."""
     others = graph
     if order.choice.units != "all":  # the table is the run's, not the command's
         everything = dataclasses.replace(order.choice, units="all", anew=None)

@@ -52,7 +52,6 @@ class UnitSource:
     # The scheduler's side
 
     def next(self, num_free: int) -> list[Any]:
-        """Return the jobs that may start now."""
         self._proofs.looked.clear()
         for unit, proof in [one for one in self._reading.values() if one[1].done()]:
             self._conclude_reading(unit, proof)
@@ -67,7 +66,6 @@ class UnitSource:
                 return jobs
 
     def ended(self, status: JobStatus) -> None:
-        """Take note of a job's last end."""
         unit = self._running[status.job_id]
         refresh(unit.manifest(self.graph.run).with_suffix(""))  # another host may have filled it
         if status.state == "completed" and unit.stage.command is not None:
@@ -84,11 +82,9 @@ class UnitSource:
 
     @property
     def is_done(self) -> bool:
-        """True if no unit will ever become ready."""
         return not (self._running or self._held or self._reading or self._is_stale)
 
     def close(self) -> None:
-        """Wait until all manifests are written."""
         self._is_closed = True
         for _, sealing in self._sealing.values():
             sealing.exception()  # waits for it
@@ -103,11 +99,9 @@ class UnitSource:
         return list(self._running)
 
     def given_up(self, job_id: str) -> str:
-        """Return why a job of this graph that has not started yet must not start any more; empty if it may."""
         return self.graph.why_given_up
 
     def num_like(self, job_id: str) -> int:
-        """Return how many units the stage of a job has."""
         unit = self._running.get(job_id)
         return len(self.graph.units[unit.stage.name]) if unit else 1
 
@@ -153,7 +147,6 @@ class UnitSource:
         return there, ready
 
     def _sealed(self) -> dict[str, Ended]:
-        """Return the commands whose manifests are written by now."""
         found = {}
         for unit, sealing in [one for one in self._sealing.values() if one[1].done()]:
             del self._sealing[unit.job_id]
@@ -162,14 +155,12 @@ class UnitSource:
         return found
 
     def _found(self, unit: Unit) -> Ended:
-        """Return what a unit's job has left."""
         if (made := self._results.made(unit)) is None:
             return Ended("failed", "its result is not there")
         self._index.known.setdefault((unit.stage.name, unit.key), unit.manifest(self.graph.run))
         return Ended("completed", made=made)
 
     def _conclude(self, ended: Mapping[str, Ended]) -> None:
-        """Tell the graph how units ended, and take what follows."""
         self._is_stale = False
         for job_id in ended:
             unit = self._running.pop(job_id, None)  # another graph may make its key now
@@ -195,7 +186,6 @@ class UnitSource:
         return unit.job_id in self._reading
 
     def _count(self, num: int) -> None:
-        """Say how much was read, from time to time."""
         if self._is_closed:
             raise InterruptedError
         self._num_read, now = self._num_read + num, time.monotonic()

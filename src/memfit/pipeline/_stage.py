@@ -83,7 +83,6 @@ def _ranks() -> AbstractContextManager[int]:
 
 
 def make_context(order: Mapping[str, Any], rank: int = 0) -> Context:
-    """Return the context of one unit."""
     unit, panels_dir = order["facts"]["unit"], Path(order["panels_dir"])
     try:
         panels_dir.mkdir(parents=True, exist_ok=True)
@@ -150,7 +149,6 @@ def only(params: BaseModel, spec: Mapping[str, Any]) -> Any:
 
 
 def _plain(result: Any, stage: str) -> dict[str, Any]:
-    """Return a stage's result as plain JSON."""
     try:
         if not isinstance(result, Mapping | None):
             raise TypeError("it is no mapping of names")

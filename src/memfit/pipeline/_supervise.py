@@ -123,7 +123,6 @@ class Supervisor:
     _num_parallel: int = field(default=0)
 
     def tick(self) -> None:
-        """Do what is due while jobs run."""
         self.show()
         self.lock.look()
         if time.monotonic() >= self._look_at:
@@ -252,10 +251,7 @@ class Supervisor:
         end: tuple[str, int] | None = None,
         stopped: Mapping[str, Any] | None = None,
     ) -> RunResult:
-        """Write how the run ended: with the state and exit code ``end``, or by its jobs where that is None.
-
-        ``stopped`` is the manifest of the stage that stopped it, if one did.
-        """
+        """Write how the run ended: with the state and exit code ``end``, or by its jobs where that is None."""
         states, why = {status.state for status in statuses.values()}, ""
         if end is None and states - {"completed", "preempted", "cancelled", "pending"}:
             end = "failed", 4
@@ -306,7 +302,6 @@ def supervised(
 
 
 def _end_events(events: EventWriter, state: str, parent: Parent | None) -> None:
-    """Write how a command ended, and what the host's cores did meanwhile."""
     spent = psutil.cpu_times_percent()
     disk = getattr(spent, "iowait", 0.0)
     shares = {"busy": round(1 - (spent.idle + disk) / 100, 3), "disk": round(disk / 100, 3)}

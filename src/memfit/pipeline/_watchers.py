@@ -77,7 +77,6 @@ class Canary(Watcher):
         return "the canary has seen what it needs" if self._has_asked else ""
 
     def take(self, events: Sequence[Event]) -> None:
-        """Take in new events; ask the jobs to stop when all phases were seen, or when the time is over."""
         now = time.monotonic()
         if self._note(events):
             self._changed_at = now
@@ -235,7 +234,6 @@ def _pace(steps: Sequence[tuple[float, int]]) -> float | None:
 
 
 def _text_of(found: Mapping[str, Any], settings: RunConfig) -> list[str]:
-    """Return the verdict as lines: what, why, what to do."""
     phases = ", ".join(f"{name} {format_bytes(size)}" for name, size in found["phase_peak_bytes"].items())
     peak = f"peak of a node {format_bytes(found['host_peak_bytes'])}{f' ({phases})' if phases else ''}"
     if found["device_peak_bytes"]:

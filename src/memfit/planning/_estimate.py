@@ -37,7 +37,6 @@ from memfit.units import format_bytes
 
 _MOST_APART = 0.15  # a larger difference between trace and formula gets a note
 _MOST_SAMPLES = 1 << 14
-#: The names of the numbers of blocks in a config.json.
 _NUM_BLOCKS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers",
 )  # fmt: skip
@@ -45,8 +44,6 @@ _NUM_BLOCKS = (
 
 @dataclass(frozen=True)
 class Question:
-    """What to estimate."""
-
     config: Mapping[str, Any]  # the content of a model's ``config.json``
     setup: Setup
     gpu: str | None = None  # the device's name or size; None for any device
@@ -59,7 +56,6 @@ class Question:
     settings: Mapping[str, str] | None = None  # a workload's names for the options of ``memfit estimate``
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready form, as ``from_dict`` takes it."""
         return {**asdict(self), "config": dict(self.config)}
 
     @classmethod
@@ -78,7 +74,6 @@ class Question:
 
     @property
     def setups(self) -> Sequence[Setup]:
-        """The setups to try, smallest first."""
         one = self.setup
         if not self.largest_batch:
             return (one,)
@@ -164,7 +159,6 @@ def _answer_here(question: Question) -> dict[str, Any]:
         return estimation.estimate_config(config, few, gpu=device, allocator=settings)
 
     def bound_of(setup: Setup) -> int:
-        """Return the formula's bound of the device's peak."""
         return estimate_formula(config, setup, gpu=device).device["device_bytes"].upper
 
     guess: Callable[[Setup], int] | None = bound_of

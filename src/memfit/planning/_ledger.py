@@ -31,8 +31,6 @@ _FORMULAS = {
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a ledger."""
-
     name: str
     amount: Amount  # what one thing of its scope takes
     formula: str  # how that follows, in words
@@ -220,7 +218,6 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the ledger fits; None if that is not known."""
         return self.has_room(self.ledger)
 
     @property
@@ -289,7 +286,6 @@ class Forecast:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready form."""
         lines = [asdict(line) | {"node_bytes": self.ledger.on_node(line).bytes} for line in self.ledger.lines]
         return {
             "lines": lines,

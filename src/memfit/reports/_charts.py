@@ -195,7 +195,6 @@ def _curve(line: Line, places: Sequence[tuple[float, float]]) -> Iterator[str]:
 
 
 def draw_bars(bars: Sequence[Bar], seconds: float, label: str) -> str:
-    """Return one bar per job over time, from above."""
     width, height = 960, _TOP + _ROW * len(bars) + _BOTTOM
     names = [bar.name if len(bar.name) <= _MOST_LETTERS else f"{bar.name[: _MOST_LETTERS - 1]}…" for bar in bars]
     left = 16 + _LETTER * max(map(len, names), default=0)
@@ -250,6 +249,5 @@ def _ticks(low: float, high: float, steps: Iterable[float]) -> list[float]:
 
 
 def legend(layers: Sequence[tuple[str, str]]) -> str:
-    """Return a legend as HTML, from names and colours."""
     items = (f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in layers)
     return f'<p class="legend">{"".join(items)}</p>'

@@ -21,7 +21,6 @@ _MEMORY = {"metric": str, "phases": {str: {"host_bytes": int, "devices": {str: _
 
 
 def size_text(size: int | None) -> str:
-    """Return a size as text, or ``-`` for none."""
     return format_bytes(size) if size else "-"
 
 
@@ -58,7 +57,6 @@ COLUMNS: Mapping[str, Column] = {
 
 
 def columns_of(report: str) -> list[str]:
-    """Return the headings of the columns that a report shows."""
     return [name for name, column in COLUMNS.items() if report in column.shown_by]
 
 
@@ -89,7 +87,6 @@ def what_it_does(job: JobState, run: RunDir) -> str:
 
 
 def varied_params(state: RunState) -> set[str]:
-    """Return the parameters in which the jobs differ."""
     every = [*state.params.values()]
     return {name for one in every for name in (*one, *every[0]) if one.get(name) != every[0].get(name)}
 
@@ -115,7 +112,6 @@ class Counted(NamedTuple):
 
 
 def counter_of(job: JobState, run: RunDir) -> Counted:
-    """Return the last counter in a job's logs."""
     found = Counted()
     for name in ("out.log", "err.log"):
         with suppress(OSError), open_own(run.job_dir(job.id) / name) as log:

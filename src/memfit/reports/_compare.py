@@ -55,8 +55,6 @@ class Difference:
 
 @dataclass(frozen=True)
 class Changes:
-    """What differs between two runs."""
-
     found: Sequence[Difference]  # all that may change a result
     named: Sequence[str]  # the names of those that the user named
     notes: Sequence[str]  # what else may explain a difference of results
@@ -67,7 +65,6 @@ class Changes:
         return next((one for one in self.found if one.name not in self.named), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready form."""
         change = self.change.name if self.change else None
         return {"change": change, "differences": [asdict(one) for one in self.found], "notes": list(self.notes)}
 
@@ -165,8 +162,6 @@ def view_changes(changes: Changes) -> Iterator[Part]:
 
 @dataclass(frozen=True)
 class Number:
-    """A number that the units of a stage returned."""
-
     mean: float  # over the units
     standard_error: float | None  # of the mean, over the units; None for one unit
     n: int  # the number of units

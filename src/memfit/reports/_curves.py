@@ -70,7 +70,6 @@ def _jobs_of(curves: Curves) -> list[str]:
 
 
 def _of_both_parts(curves: Curves) -> set[str]:
-    """Return the metrics that training and validation have."""
     of, of_others = ({metric for metric, _, part in curves if part is one} for one in (True, False))
     return of & of_others
 

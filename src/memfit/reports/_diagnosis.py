@@ -48,20 +48,17 @@ def view_diagnosis(diagnosis: Diagnosis, remedies: Sequence[Remedy], *, verbose:
 
 
 def _titled(title: str, parts: Sequence[Part]) -> Iterator[Part]:
-    """Yield parts below a title; nothing without parts."""
     if parts:
         yield from (Note(f"\n{title}", "bold"), Inset(parts, 2))
 
 
 def _all(remedies: Sequence[Remedy]) -> Iterator[Part]:
-    """Yield every remedy with its cost, and what would not help."""
     costs = [_costs(one, f"{number}. ") for number, one in enumerate((one for one in remedies if one.helps), 1)]
     yield from _titled("what to do, the cheapest in speed first", costs)
     yield from _titled("would change nothing here", [_costs(one, "- ") for one in remedies if not one.helps])
 
 
 def _costs(one: Remedy, sign: str) -> Part:
-    """Return a remedy with its setting and its reason below; of one that helps also what it costs."""
     setting = [Note(one.setting, "cyan")] if one.helps and one.setting else []
     reason = [Note(one.reason, "dim")] if one.reason else []
     title = f"{sign}{one.title}" + (f" ({_terms(one)})" if one.helps else "")
@@ -69,7 +66,6 @@ def _costs(one: Remedy, sign: str) -> Part:
 
 
 def explain_in_a_line(diagnosis: Diagnosis) -> str:
-    """Return the diagnosis and its first piece of evidence in one line."""
     phase = f" in phase {diagnosis.phase}" if diagnosis.phase != "unknown" else ""
     proof = diagnosis.evidence[0] if diagnosis.evidence else None
     where = f"; line {proof.line}: {proof.text.strip()[:160]}" if proof else ""
@@ -77,7 +73,6 @@ def explain_in_a_line(diagnosis: Diagnosis) -> str:
 
 
 def view_fix(fix: Fix) -> Iterator[Part]:
-    """Yield where the corrected file is, its diff, the reasons and its checks."""
     if not fix.edits:
         why = "" if any(check.verdict != "ok" for check in fix.checks) else f": nothing in {fix.path} causes it"
         yield Note(f"\nno file was written{why}", "bold")
@@ -98,7 +93,6 @@ def view_checks(checks: Sequence[Check], *, reasons: bool = False) -> Iterator[P
 
 
 def view_verification(checks: Sequence[Check]) -> Iterator[Part]:
-    """Yield whether each setting was in force, and what shows it."""
     from memfit.diagnosis import is_any_shown
 
     yield from view_checks(checks)
@@ -109,7 +103,6 @@ def view_verification(checks: Sequence[Check]) -> Iterator[Part]:
 
 
 def _terms(one: Remedy) -> str:
-    """What a remedy costs and saves."""
     saves = f", saves {format_bytes(one.saves_bytes)}" if one.saves_bytes else ""
     return (
         f"costs {one.cost}{saves}" + {True: ", enough by itself", False: ", not enough by itself", None: ""}[one.enough]
@@ -133,7 +126,6 @@ def write_incident(diagnosis: Diagnosis, remedies: Sequence[Remedy], fix: Fix | 
 
 
 def _block(parts: Iterable[Part]) -> str:
-    """Return parts as a block of plain text in Markdown."""
     file = io.StringIO()
     to_text(parts, Console(file=file, width=_MOST_WIDTH))
     return "\n```text\n{}\n```".format(file.getvalue().strip().replace("```", "'''"))

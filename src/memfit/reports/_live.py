@@ -73,7 +73,6 @@ class LiveRun:
         self._spoke, self._silence = time.monotonic(), _SILENCE_SECONDS
 
     def show(self, run: RunDir) -> Callable[[], None]:
-        """Begin to show what happens in a run from now on."""
         self.reader = Reader(run)
         self.reader.read()
         if not self.quiet:
@@ -118,7 +117,6 @@ class LiveRun:
         self._silence = silence
 
     def _print_warnings(self, state: RunState) -> None:
-        """Print once what a running job's error log says about a shortage of memory, and that its memory grows."""
         limit = state.budget.get("binding", {}).get("limit_bytes", 0)
         for job in state.running:
             folder, ends, seen = state.run.job_dir(job.id), job.epoch_ends, self._epochs_seen.get(job.id, 0)
@@ -221,7 +219,6 @@ def describe_left(event: Event, state: RunState) -> str:
 
 
 def explain_now(state: RunState, waits_for: str = "") -> str:
-    """Return what a run does now in a line: for how long, which jobs run and how far they are, what others wait for."""
     parts = []
     for job in state.running[:_MOST_TOLD]:
         left = f", about {format_duration(job.eta_seconds, short=True)} left" if job.eta_seconds else ""
@@ -236,7 +233,6 @@ def explain_now(state: RunState, waits_for: str = "") -> str:
 
 
 def _has_output(state: RunState, seconds: float) -> bool:
-    """Whether a running job wrote into its logs in the last seconds."""
     logs = (state.run.job_dir(job.id) / name for job in state.running for name in ("out.log", "err.log"))
     return any(log.exists() and time.time() - log.stat().st_mtime < seconds for log in logs)
 
@@ -339,7 +335,6 @@ def _progress(name: str, states: Sequence[str]) -> str:
 
 
 def _rank_lines(job: JobState) -> Iterator[dict[str, str]]:
-    """Yield a line for each rank of a running job: what it does, its memory, its peak and its part of the limit."""
     ranks, none = job.ranks if job.shown == "running" else (), {"state": "", "node": "-", "epoch": "-"}
     for rank in ranks[:_MOST_RANKS]:
         step = "" if rank.get("step") is None else f" {rank['step']}"

@@ -38,7 +38,6 @@ def format_column(values: Iterable[float | None], statistics: Iterable[float | N
 
 
 def or_dash(value: T | None, text: Callable[[T], str]) -> str:
-    """Return a value as text, or ``-`` for None."""
     return "-" if value is None else text(value)
 
 
@@ -62,7 +61,6 @@ def is_number(value: object) -> bool:
 
 
 def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among what a job returned."""
     return {name: value for name, value in result.items() if is_number(value)}
 
 

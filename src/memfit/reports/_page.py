@@ -83,7 +83,6 @@ class _Seen:
         self.peak_bytes = int(max(map(sum, zip(*(layer.values for layer in self.layers), strict=True)), default=0))
 
     def _layers(self) -> list[Layer]:
-        """Return the private memory of all jobs at evenly spaced times, as sums."""
         sums: dict[str, list[float]] = {}
         step = self.seconds / (_NUM_POINTS - 1) or 1.0
         for job, samples in ((job, samples) for job, attempts in self.series.items() for samples in attempts):
@@ -100,7 +99,6 @@ class _Seen:
 
 
 def write_page(run: RunDir, path: Path) -> Path:
-    """Write a run as an HTML page; return the file."""
     write_atomic(path, mask(_page(_Seen(run)), by_name=False))
     return path
 
@@ -145,7 +143,6 @@ def _sections(seen: _Seen) -> Iterator[tuple[str, Iterator[Part]]]:
 
 
 def _facts(seen: _Seen) -> Iterator[Part]:
-    """Yield what the summary says of the whole run, and why it ended."""
     facts = [("state", show_state(seen.state.state)), *decisions(seen.state, True), *totals(seen.state, True)]
     facts += [("peak", f"{format_bytes(seen.peak_bytes)} of all jobs together")] if seen.peak_bytes else []
     yield Facts(facts)
@@ -210,7 +207,6 @@ def _memory(seen: _Seen) -> Iterator[Part]:
 
 
 def _jobs(seen: _Seen) -> Iterator[Part]:
-    """Yield when each job ran, and a table of the jobs: the peak of each beside its reservation, and its times."""
     jobs = [job for job in seen.state.jobs.values() if job.id in seen.series]
     jobs = sorted(jobs, key=lambda job: job.seconds or 0.0)[-_MOST_BARS:]
     jobs.sort(key=lambda job: seen.series[job.id][0][0].time)

@@ -86,7 +86,6 @@ def to_text(parts: Iterable[Part], console: Console, indent: int = 0) -> None:
 
 
 def to_html(parts: Iterable[Part]) -> str:
-    """Return parts as HTML."""
     return "".join(map(_html, parts))
 
 

@@ -41,7 +41,6 @@ _OF_STEPS = ("weights", "gradients", "optimizer", "activations")
 
 
 def view_run_plan(plan: RunPlan) -> Iterator[Part]:
-    """Yield the commands, then for each stage what would run, why, and how many of its jobs fit at once."""
     budget, run = plan.budget, f"{plan.run} continues" if plan.run else "a new run directory"
     limit = f"{format_bytes(budget.lendable_bytes)} of {format_bytes(budget.binding.limit_bytes)}"
     facts = [("run", run), ("budget", f"{limit} for jobs ({budget.binding.name})")]
@@ -57,7 +56,6 @@ def view_run_plan(plan: RunPlan) -> Iterator[Part]:
 
 
 def _forecast(forecast: Forecast) -> Iterator[Part]:
-    """Yield the ledger, its sums by phase, the global batch, what to request, the modes, and what would fit."""
     ledger, peaks, rows = forecast.ledger, forecast.ledger.by_phase(), []
     for line in ledger.lines:
         each = f"{line.number} x {line.amount}" if line.number > 1 else str(line.amount)
@@ -168,7 +166,6 @@ def _matrix(stage: StagePlan) -> Iterator[Table]:
 
 
 def view_estimate(answer: Mapping[str, Any]) -> Iterator[Part]:
-    """Yield an answer of ``memfit.planning.ask``."""
     yield _verdict(answer)
     if answer["data"]:
         yield Note(answer["data"]["text"])
@@ -239,7 +236,6 @@ def _bounds(interval: Mapping[str, int]) -> tuple[str, str]:
 
 
 def view_budget(budget: Budget) -> Iterator[Part]:
-    """Yield the smallest limit and its source, all limits as a table, and what else may be used here."""
     binding, left = budget.binding, budget.headroom_bytes
     verdict = f"{format_bytes(left)} free" if left >= 0 else f"{format_bytes(-left)} too much is in use"
     whole, source = format_bytes(binding.limit_bytes), _short(binding.source)

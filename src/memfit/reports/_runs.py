@@ -36,7 +36,6 @@ class Overview:
         return self.supervisor is not None or bool(self.running)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready form; every size is in bytes."""
         return {
             "run": str(self.run.path),
             "supervisor": self.supervisor,
@@ -166,7 +165,6 @@ def _below(root: Path) -> list[RunDir]:
 
 
 def view_runs(found: Iterable[Overview]) -> Iterator[Part]:
-    """Yield runs: who supervises each, and what its jobs do and hold."""
     for one in found:
         counts = ", ".join(f"{name} {number}" for name, number in one.counts.items()) or "no jobs"
         if one.problem:

@@ -58,7 +58,6 @@ class StudyView:
         return {state: found[state] for state in _ORDER if found[state]}
 
     def headline(self) -> str:
-        """Return how far the study is, in a line."""
         settings = self.study.settings
         parts = [f"trials {_explain_counts(self.counts(), len(self.ended), settings.n_trials)}"]
         if self.ranked:
@@ -69,7 +68,6 @@ class StudyView:
         return "; ".join(parts)
 
     def summarize(self) -> dict[str, Any]:
-        """Return the study as JSON: sizes in bytes, durations in seconds."""
         settings, ended = self.study.settings, self.ended
         states = Counter(str(one.state) for one in ended)
         found = {
@@ -110,7 +108,6 @@ def summarize_study(state: RunState) -> dict[str, Any]:
 
 
 def _best(view: StudyView) -> dict[str, Any]:
-    """Return the best trial, with its value for each unit."""
     best, units = view.ranked[0], dict(view.ranked[0].by_unit)
     found = {"trial": best.name, "value": best.value, "params": dict(best.params), "by_unit": units}
     return found | {"n": len(units), "epochs": best.epochs}
@@ -160,7 +157,6 @@ def _explain_params(params: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what matters most of a study: names with a text each."""
     yield "study", f"{summary['name']}: {summary['direction']} {summary['objective']}"
     yield "trials", _explain_counts(summary["counts"], summary["num_ended"], summary["n_trials"])
     for at, (name, rate) in enumerate(summary["rates"].items() if summary["num_ended"] else ()):
@@ -198,7 +194,6 @@ def view_trials(summary: Mapping[str, Any], *, whole: bool = False) -> Iterator[
 
 
 def _trials(summary: Mapping[str, Any], whole: bool) -> Iterator[Part]:
-    """Yield all trials if they are few or the ``whole`` is wanted, or the best ones."""
     trials = [one for one in summary["trials"] if whole or one["is_over"]]
     done = [one for one in trials if one["state"] == "completed" and one["value"] is not None]
     is_cut = not whole and len(trials) > _MOST_ROWS
@@ -224,7 +219,6 @@ def _trials(summary: Mapping[str, Any], whole: bool) -> Iterator[Part]:
 
 
 def next_steps(run: RunDir, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the commands that follow."""
     best = run.path / "best.yaml"
     if summary["num_ended"] < summary["n_trials"] and not liveness(run).is_supervised:
         yield "go on", f"memfit resume {_quoted(run.path)}"

@@ -103,7 +103,6 @@ def _diagnosis(state: RunState, row: JobState) -> str | None:
 
 
 def view_summary(state: RunState, width: int, *, verbose: bool = False) -> Iterator[Part]:
-    """Yield the summary: the budget, the jobs with their errors, the totals, and the folder of the run."""
     study = found.summarize() if (found := study_of(state)) else None
     if not state.is_one:
         yield from (Note(""), Facts([*decisions(state, verbose)]))
@@ -160,7 +159,6 @@ def view_results(state: RunState, width: int | None) -> Iterator[Part]:
 
 
 def _stages(state: RunState, width: int | None) -> Iterator[Part]:
-    """Yield each stage: its state and reason, and its results in a table or a line."""
     names = state.stage_names
     indent, gap = max([10, *(len(name) + 1 for name in names)]), True
     for name in names:
@@ -224,7 +222,6 @@ def decisions(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
 
 
 def _ranks(rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
-    """Yield which ranks were lost, and the peak of each rank of a job."""
     for row in rows[:_MOST_LINES]:
         of = "" if len(rows) == 1 else f"{row.id}: "
         for event in row.lost:

@@ -22,7 +22,6 @@ Indices = NDArray[np.int64]
 
 #: Text in this form is read as a date, and so are date objects, whose text has it.
 _ISO = re.compile(r"\d{4}-\d\d(-\d\d([T ]\d\d(:\d\d(:\d\d(\.\d{1,6})?)?)?)?)?|NaT")
-# What a row is in one fold.
 _TRAIN, _TEST, _PURGED_BEFORE, _PURGED_AFTER, _EMBARGOED, _LOOKBACK, _UNUSED = range(7)
 
 

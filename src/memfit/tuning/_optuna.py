@@ -33,7 +33,6 @@ def load_optuna() -> Any:
 
 
 def distributions(settings: TuneSettings) -> dict[str, Any]:
-    """Return the search space as Optuna's distributions."""
     of = load_optuna().distributions
     found: dict[str, Any] = {}
     for one in settings.space:

@@ -98,12 +98,10 @@ class Trial:
 
 
 def folder_of(run: RunDir) -> Path:
-    """Return the folder of a study's records in its run directory."""
     return run.path / "trials"
 
 
 def write_trial(run: RunDir, trial: Trial) -> None:
-    """Write a trial's record, by rename."""
     write_json(folder_of(run) / f"{trial.name}.json", trial.to_dict())
 
 
@@ -126,9 +124,4 @@ def read_trials(run: RunDir) -> list[Trial]:
 
 
 def name_of(number: int) -> str:
-    """Return the name of a trial.
-
-    >>> name_of(17)
-    'trial_0017'
-    """
     return f"trial_{number:04d}"

@@ -39,8 +39,6 @@ _PRUNED = "worse than the median of earlier trials at epoch {}"
 
 @dataclass
 class Active:
-    """A trial that runs."""
-
     trial: Trial
     order: Order
     source: UnitSource
@@ -88,7 +86,6 @@ class Sweep:
     # The scheduler's side
 
     def next(self, num_free: int) -> list[Job]:
-        """Return the jobs that may start now."""
         for number, drawing in [one for one in self._drawing.items() if one[1].done()]:
             del self._drawing[number]
             self._begin(drawing)
@@ -106,14 +103,12 @@ class Sweep:
         return jobs
 
     def ended(self, status: JobStatus) -> None:
-        """Take note of a job's last end."""
         active = self._active[status.job_id.partition(".")[0]]
         active.source.ended(status)
         self._next_look = 0.0
 
     @property
     def is_done(self) -> bool:
-        """True if no job will be handed over any more."""
         if self._active or self._drawing:
             return False
         if self.error is not None or self._left.intersection(self.canaries):
@@ -125,12 +120,10 @@ class Sweep:
         return all(map(self._is_over, range(self.settings.n_trials)))
 
     def num_like(self, job_id: str) -> int:
-        """Return how many jobs of the same stage may run at once."""
         active = self._active.get(job_id.partition(".")[0])
         return 1 if active is None else self.settings.num_slots * active.source.num_like(job_id)
 
     def given_up(self, job_id: str) -> str:
-        """Return why a job that has not started yet must not start any more; empty if it may."""
         active = self._active.get(job_id.partition(".")[0])
         return "" if active is None else active.source.given_up(job_id)
 
@@ -174,7 +167,6 @@ class Sweep:
         ]
 
     def _draw(self) -> None:
-        """Begin the next canary, or every trial that may begin."""
         for name, epochs in self.canaries.items():
             if name not in self._ended_canaries:
                 if name not in self._left.union(self._active) and not self._drawing:
@@ -245,7 +237,6 @@ class Sweep:
         return str(units[0].made.get("job") or units[0].job_id) if units else ""
 
     def _check(self, active: Active) -> None:
-        """End a trial that the pruner ends."""
         reported = self._reports.values.get(self._first_unit(active), {})
         pruned = None if active.trial.number is None else self._pruned_at(active, reported)
         if pruned is None:
@@ -416,7 +407,6 @@ def _why_bad(canary: Trial) -> str:
 
 
 def check_names(order: Order, settings: TuneSettings) -> None:
-    """Refuse a space over settings that are not there, and an objective of a stage that is not there."""
     for name in (*(one.name for one in settings.space), settings.epochs):
         if name is not None:
             setting_of(order.params, name, "tune")

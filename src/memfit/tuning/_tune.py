@@ -138,7 +138,6 @@ def tune(
 
 
 def resume_study(run: RunDir, *, view: View | None = None) -> TuneResult:
-    """Go on with a study in the folder and with the settings of its start."""
     folders = [*(run.header.get("folders") or ()), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith("MEMFIT_")}
     with start_folder(run):
