@@ -85,8 +85,10 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
     aside = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}.tmp")
     try:
         yield aside
-        if aside.is_dir():
+        if aside.is_dir() and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
+        elif aside.is_dir():
+            path.unlink(missing_ok=True)
         os.replace(aside, path)
     except BaseException as error:
         with suppress(OSError):

@@ -37,10 +37,10 @@ def watch(
     """
     found = find_run(run)
     log = console()
-    if not liveness(found).is_live:
+    alive = liveness(found)
+    if not alive.is_live:
         going_on = "" if found.state == "completed" else f"; memfit resume {found.path} goes on with it"
-        state = "interrupted" if found.state == "running" else found.state
-        log.say(f"Run {found.path} does not run any more: {show_state(state)}{going_on}")
+        log.say(f"Run {found.path} does not run any more: {show_state(alive.state)}{going_on}")
         return
     live, interrupted = LiveRun(log, here=False, verbose=verbose), threading.Event()
     # Not as an exception, which would come in the middle of what is printed.

@@ -98,7 +98,7 @@ def view_verification(checks: Sequence[Check]) -> Iterator[Part]:
     yield from view_checks(checks)
     if not is_any_shown(checks):
         yield Note("nothing that was read shows any of these settings", "bold")
-    num = Counter(check.verdict for check in checks)
+    num = Counter(check.verdict for check in checks if check.source or check.verdict != "ok")
     yield f"in force: {num['ok']}, not in force: {num['problem']}, not shown: {num['warning']}"
 
 

@@ -180,11 +180,12 @@ class LiveRun:
 
 
 def _with_forecasts(state: RunState) -> RunState:
-    """Return the state with an end for each running job whose log alone says how far it is, in all its attempts."""
+    """Return the state with an end for each running job whose log alone says how far it is."""
     jobs = dict(state.jobs)
     for job in state.running:
         if job.eta_seconds is None and job.pid and (found := counter_of(job, state.run)).share:
-            began = (job.started or found.time) - job.earlier_seconds
+            earlier = job.earlier_seconds if job.checkpointed is not None else 0.0  # else it began anew
+            began = (job.started or found.time) - earlier
             left = seconds_left((began, 0.0), (found.time, found.share), 1.0, state.now)
             jobs[job.id] = replace(job, eta_seconds=left)
     return replace(state, jobs=jobs)

@@ -24,7 +24,7 @@ from memfit.reports._curves import draw_curves, draw_machine, last_values, read_
 from memfit.reports._parts import Cell, Chart, Facts, Note, Part, Table, to_html
 from memfit.reports._study import study_of, view_trials
 from memfit.reports._summary import decisions, totals, view_failures, view_results, view_table
-from memfit.rundir import JobState, Reader, RunDir, show_state
+from memfit.rundir import JobState, Reader, RunDir, liveness, show_state
 from memfit.units import format_bytes, format_duration
 
 _NUM_POINTS = 240  # more points than this make a chart no finer
@@ -143,7 +143,8 @@ def _sections(seen: _Seen) -> Iterator[tuple[str, Iterator[Part]]]:
 
 
 def _facts(seen: _Seen) -> Iterator[Part]:
-    facts = [("state", show_state(seen.state.state)), *decisions(seen.state, True), *totals(seen.state, True)]
+    state = liveness(seen.state.run).state
+    facts = [("state", show_state(state)), *decisions(seen.state, True), *totals(seen.state, True)]
     facts += [("peak", f"{format_bytes(seen.peak_bytes)} of all jobs together")] if seen.peak_bytes else []
     yield Facts(facts)
     yield Note(seen.state.outcome.get("why") or "", "red")

@@ -59,13 +59,14 @@ class Target(NamedTuple):
 def look_at(run: RunDir, supervisor: int | None = None) -> Overview:
     """A run at a glance; the supervisor's process id is taken as given."""
     try:
-        state, held = read(run), set(liveness(run).jobs)
+        live = liveness(run)
+        state, held = read(run), set(live.jobs)
         running = [job for job in state.jobs.values() if job.id in held]
         if supervisor is None:  # nobody settles yet what a dead watcher left: it is told as the next start records it
             lost = {job.id: replace(job, state="node_fail", used_bytes=0) for job in state.jobs.values()
                     if job.state == "running" and job.id not in held}  # fmt: skip
             state = replace(state, jobs={**state.jobs, **lost})
-        return Overview(run, supervisor, state.state, state.counts, running)
+        return Overview(run, supervisor, live.state, state.counts, running)
     except (OSError, MemfitError) as error:
         return Overview(run, supervisor, "unknown", {}, [], str(error).splitlines()[0])
 
@@ -174,7 +175,7 @@ def view_runs(found: Iterable[Overview]) -> Iterator[Part]:
             used, reserved = (format_bytes(one.to_dict()[name]) for name in ("used_bytes", "reserved_bytes"))
             text = f"supervisor {who}; {counts}; {used} used of {reserved} reserved"
         else:
-            text = f"{'interrupted' if one.state == 'running' else show_state(one.state)}; {counts}"
+            text = f"{show_state(one.state)}; {counts}"
         headings, lines = columns_of("ps"), [cells_of(row, one.run) for row in one.running]
         table = Table(headings, [[line[name] for name in headings] for line in lines], ("job", "phase"))
         yield Note(str(one.run.path), "bold")

@@ -6,7 +6,7 @@ import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from memfit.reports._columns import size_text
 from memfit.reports._numbers import format_number, or_dash, rate_of, short_path
 from memfit.reports._parts import Facts, Note, Part, Table
 from memfit.rundir import RunDir, RunState, finite, liveness
-from memfit.units import format_duration
+from memfit.units import format_duration, list_some
 
 if TYPE_CHECKING:
     from memfit.tuning import Trial
@@ -182,10 +182,21 @@ def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"{first['why']} ({first['trial']})"
 
 
-def view_trials(summary: Mapping[str, Any], *, whole: bool = False) -> Iterator[Part]:
-    """Yield the summary of a study; a page has the ``whole``: all trials with their settings, in place of the best."""
+def view_trials(summary: Mapping[str, Any], *, told: Collection[str] = (), whole: bool = False) -> Iterator[Part]:
+    """Yield the summary of a study; a page has the ``whole``: all trials with their settings, in place of the best.
+
+    Beside the best, each cause of failure is said once, but for the jobs in ``told``.
+    """
     yield Facts([*_facts(summary)])
     yield from _trials(summary, whole)
+    alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for one in summary["failures"] if not whole and summary["num_ended"] > _MOST_ROWS else ():
+        if one["job"] not in told:
+            alike.setdefault((one["state"], one["cause"]), []).append(one)
+    for (state, cause), (first, *others) in alike.items():
+        same = f"\n  the same: {list_some([one['trial'] for one in others], 4)}" if others else ""
+        more = f"\n  {first['command']}" if first["command"] else ""
+        yield Note(f"\n{first['trial']} {state}: {cause}{same}{more}", "red")
     differs = summary["differs"] if whole else summary["differs"][:_MOST_ROWS]
     for at, one in enumerate(differs):
         yield Note(("" if at else "\nA rerun may end otherwise:\n") + f"  {one['trial']}: {one['why']}")

@@ -107,7 +107,7 @@ def view_summary(state: RunState, width: int, *, verbose: bool = False) -> Itera
     if not state.is_one:
         yield from (Note(""), Facts([*decisions(state, verbose)]))
     if study is not None:
-        yield from (Note(""), *view_trials(study))
+        yield from (Note(""), *view_trials(study, told=_bad(state)))
     else:
         yield from view_ends(state) if state.kind == "commands" else ()
         yield from view_results(state, width)
@@ -124,7 +124,12 @@ def view_summary(state: RunState, width: int, *, verbose: bool = False) -> Itera
 def view_study(state: RunState) -> Iterator[Part]:
     """Yield a study: how far it is, its best trials, what failed, and what to do next."""
     study = summarize_study(state)
-    yield from (*view_trials(study), *view_failures(state), Note(""), Facts([*next_steps(state.run, study)]))
+    yield from (*view_trials(study, told=_bad(state)), *view_failures(state), Note(""))
+    yield Facts([*next_steps(state.run, study)])
+
+
+def _bad(state: RunState) -> dict[str, JobState]:
+    return {row.id: row for row in state.jobs.values() if row.shown in BAD}
 
 
 def view_failures(state: RunState, *, here: bool = True) -> Iterator[Part]:
@@ -134,9 +139,8 @@ def view_failures(state: RunState, *, here: bool = True) -> Iterator[Part]:
     """
     path_text = short_path if here else str
     found: dict[tuple[str, str], list[JobState]] = {}
-    for row in state.jobs.values():
-        if row.shown in BAD:
-            found.setdefault((row.shown, row.cause or "it left no result"), []).append(row)
+    for row in _bad(state).values():
+        found.setdefault((row.shown, row.cause or "it left no result"), []).append(row)
     for (ended_as, cause), (row, *others) in found.items():
         text = f"\n{row.name} {ended_as}: {cause}\n  log: {path_text(_logs(state, row)[0])}"
         text += f"\n  diagnosis: {said}" if (said := _diagnosis(state, row)) else ""

@@ -38,6 +38,11 @@ class Liveness:
     def is_live(self) -> bool:
         return self.is_supervised or bool(self.jobs)
 
+    @property
+    def state(self) -> str:
+        """What the run says of itself; ``interrupted`` where that is ``running`` and nothing runs any more."""
+        return "interrupted" if self.run.state == "running" and not self.is_live else self.run.state
+
 
 def liveness(run: RunDir) -> Liveness:
     lock = run.path / SUPERVISOR
