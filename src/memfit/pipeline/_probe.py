@@ -151,6 +151,17 @@ def question_of(target: str, params: Mapping[str, Any], stage: str, allocator: s
     return {"question": asked.to_dict(), "text": text}
 
 
+def _unnamed(target: str, stage: str, lacking: str) -> UsageError:
+    named = f"stage {stage} of '{target}' names no {lacking}"
+    return UsageError(
+        f"{named if stage else f'no stage of {target!r} says how it is measured'}.",
+        rule="memfit traces the step that a stage names, on a batch of its loader.",
+        remedy="write loader(context, params, num_workers), which returns a unit's training batches, and "
+        "step(context, params), which returns a function that takes one training step, and name both: "
+        "Stage(..., probe=Probe(loader, step)): docs/stages.md",
+    )
+
+
 def estimate_in_child(
     target: str,
     resolved: str,
@@ -160,7 +171,7 @@ def estimate_in_child(
     time_limit: float,
     formula: bool,
 ) -> dict[str, Any]:
-    """Trace the step on the longest batch of the data that a run prepares; of a model alone return `question_of` it."""
+    """Trace the step on the longest batch that a run prepares; of a model alone return `question_of` it."""
     from memfit.estimation import (
         AllocatorSettings,
         check_allocator,
@@ -174,7 +185,7 @@ def estimate_in_child(
     device, text = None if gpu is None else find_gpu(gpu), allocator or whole.value.memory.cuda_allocator
     warned = [] if text is None else check_allocator(text, name="--allocator")
     workload, accepts = load_workload(target), {"accept_tight": whole.value.accept_tight}
-    stage, probe = next(((one.name, one.probe) for one in workload.stages if one.probe is not None), ("", Probe()))
+    stage, probe = next(((one.name, one.probe) for one in workload.stages if one.probe), ("", Probe()))
     if probe.model is not None and probe.step is None:
         params = config.resolve_nested(whole, "params", workload.params).value.model_dump(mode="json")
         return question_of(target, params, stage, whole.value.memory.cuda_allocator) | accepts
@@ -191,16 +202,7 @@ def estimate_in_child(
     if device is not None and available_bytes is not None:
         device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
     if probe.loader is None or probe.step is None:
-        lacking = "no loader" if probe.loader is None else "no step"
-        raise UsageError(
-            f"stage {stage} of '{target}' names {lacking}."
-            if stage
-            else f"no stage of {target!r} says how it is measured.",
-            rule="memfit traces the step that a stage names (probe), on a batch of its loader.",
-            remedy="write loader(context, params, num_workers), which returns a unit's training batches, and "
-            "step(context, params), which returns a function that takes one training step, and name both: "
-            "Stage(..., probe=Probe(loader, step)); docs/stages.md shows them",
-        )
+        raise _unnamed(target, stage, "loader" if probe.loader is None else "step")
     with tempfile.TemporaryDirectory(prefix="memfit-probe-") as folder:
         context, params = context_of(target, whole, stage, Path(folder))
         longest, make_step = find_longest(probe.loader(context, params, 0)), probe.step
@@ -211,9 +213,8 @@ def estimate_in_child(
         settings = None if text is None else AllocatorSettings.parse(text)
         try:
             with limit_time(time_limit):
-                how: dict[str, Any] = {"gpu": device, "allocator": settings}
                 sizes = sizes_of_batch(longest.batch, make_of)
-                found = estimate_step(make_of(longest.batch), sizes=sizes, **how).to_dict()
+                traced = estimate_step(make_of(longest.batch), gpu=device, allocator=settings, sizes=sizes)
         except UntraceableError as error:
             where = f", in {error.module}" if error.module else ""
             raise UsageError(
@@ -222,9 +223,8 @@ def estimate_in_child(
                 remedy="take values out of tensors of the batch alone (.item(), .numpy()), allow it more time with "
                 "--time-limit, or measure a run on the device",
             ) from error
-        data = _describe_data(context, longest)
-    absent = dict.fromkeys(("setup", "largest_batch", "change", "smaller_model"))
-    return found | absent | {"notes": [*found["notes"], *warned], "data": data, **accepts}
+        found = traced.to_dict() | dict.fromkeys(("setup", "largest_batch", "change", "smaller_model"))
+        return found | {"notes": [*found["notes"], *warned], "data": _describe_data(context, longest), **accepts}
 
 
 def _describe_data(context: Context, longest: Longest) -> dict[str, Any]:
