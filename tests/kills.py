@@ -178,11 +178,14 @@ def left_by(run: RunDir) -> dict[str, Any]:
 def numbers_in(run_dir: Path) -> dict[str, Any]:
     """The result of each job and the tensors of its checkpoints: what the same stages leave in whatever process."""
     found: dict[str, Any] = {path.stem: Output(path).result for path in sorted(run_dir.glob("checkpoints/*.json"))}
-    return found | {f"{at.parent.name}/{at.name}": _tensors_in(at) for at in sorted(run_dir.glob("checkpoints/*/*.pt"))}
+    saved = [path for name in ("*.pt", "best", "latest") for path in sorted(run_dir.glob(f"checkpoints/*/{name}"))]
+    return found | {f"{at.parent.name}/{at.name}": _tensors_in(at) for at in saved}
 
 
 def _tensors_in(path: Path) -> list[str]:
     import torch
+
+    from memfit.training import load_checkpoint
 
     digests: list[str] = []
 
@@ -198,5 +201,5 @@ def _tensors_in(path: Path) -> list[str]:
             for one in value:
                 collect(one)
 
-    collect(torch.load(path, weights_only=False))
+    collect(load_checkpoint(path))
     return digests

@@ -145,7 +145,7 @@ def fit(folder: Path, kind: str) -> str:
         preflight=kind.startswith("keyed"),
     )
     parts = [repr(result.history), repr(result.best_epoch), ",".join(sorted(path.name for path in folder.iterdir()))]
-    for name in ("latest_checkpoint.pt", "best_model.pt", "ema_epoch_2.pt"):
+    for name in ("latest", "best", "ema_epoch_2.pt"):
         state = load_checkpoint(folder / name)
         for key in ("identity", "fit", "data"):
             state.pop(key, None)

@@ -37,13 +37,13 @@ def test_a_fit_is_its_preflight_a_few_steps_a_save_and_a_few_batches_of_validati
     assert [name for name in canary() if name != "preflight"] == ["checkpoint", "train", "checkpoint", "validate"]
     assert [event["step"] for event in events("step")] == [1, 2, 3, 4, 5]
     assert not folder.exists()
-    kept = load_checkpoint(canary_folder(folder) / "latest_checkpoint.pt")
+    kept = load_checkpoint(canary_folder(folder) / "latest")
     with pytest.raises(StoppedError):
         fit(preflight=True)
     assert canary()[4:7] == ["preflight", "train", "validate"]  # each is named if the job dies there
     monkeypatch.delenv(CANARY_VARIABLE)
     fit()
-    assert kept["epoch"] == 0 and load_checkpoint(folder / "latest_checkpoint.pt")["epoch"] == 1
+    assert kept["epoch"] == 0 and load_checkpoint(folder / "latest")["epoch"] == 1
 
 
 @pytest.mark.parametrize("num_batches", [20, 3])

@@ -70,7 +70,7 @@ def test_a_resume_in_mixed_precision_is_bit_exact_with_scaler_schedule_and_avera
         stopped.fit(BATCHES, [X], num_epochs=3, preflight=False)
     assert resumed.fit(BATCHES, [X], num_epochs=3).history == expected.history
     assert same(weights(whole), weights(resumed))
-    states = [load_checkpoint(tmp_path / name / "latest_checkpoint.pt") for name in ("whole", "cut")]
+    states = [load_checkpoint(tmp_path / name / "latest") for name in ("whole", "cut")]
     num_skipped = sum(entry.num_skipped for entry in expected.history)
     for state in states:
         assert state["schedule"]["last_epoch"] == state["ema"]["num_updates"] == 18 - num_skipped

@@ -171,7 +171,9 @@ def test_milestones_leave_the_averaged_model_and_the_training_its_own_weights(tm
     assert sorted(path.name for path in tmp_path.glob("*ema*")) == ["ema_epoch_2.pt", "ema_epoch_3.pt"]
     assert not list(tmp_path.glob(".*"))
     for epoch in (2, 3):
-        average, checkpoint = (load_checkpoint(tmp_path / f"{name}_epoch_{epoch}.pt") for name in ("ema", "checkpoint"))
+        average, checkpoint = (
+            load_checkpoint(tmp_path / name) for name in (f"ema_epoch_{epoch}.pt", f"step-{3 * epoch}")
+        )
         assert all(average[name] == checkpoint[name] for name in ("epoch", "fit", "identity"))
         assert all(torch.equal(average["model"][name], value) for name, value in averages[epoch].items())
         assert torch.equal(average["model"]["1.running_mean"], checkpoint["model"]["1.running_mean"])

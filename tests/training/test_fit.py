@@ -128,10 +128,10 @@ def test_an_evaluation_of_ones_own_is_run_once_more_and_then_fails(tmp_path):
 
     with pytest.raises(JobFailedError, match="The phase 'validate' ran out of memory twice: of 3 GiB"):
         make(tmp_path).fit(loader(), VALID, num_epochs=2, evaluate=evaluate, best_metric="ic", preflight=False)
-    assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["epoch"] == 2  # saved before
+    assert load_checkpoint(tmp_path / "latest")["epoch"] == 2  # saved before
     seed_everything(1)
     failed = make().fit(loader(), VALID, num_epochs=1, best_metric="ic", preflight=False, evaluate=lambda *_: {"ic": float(torch.rand(()))})  # fmt: skip
-    assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["history"][0]["metrics"] == failed.history[0].metrics
+    assert load_checkpoint(tmp_path / "latest")["history"][0]["metrics"] == failed.history[0].metrics
 
 
 def test_memory_that_runs_out_once_in_a_save_leaves_no_trace(tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_memory_that_runs_out_once_in_a_save_leaves_no_trace(tmp_path, monkeypat
     plain.fit(loader(), VALID, num_epochs=3)
     monkeypatch.setattr(torch, "save", save)
     failed.fit(loader(), VALID, num_epochs=3)
-    states = [load_checkpoint(tmp_path / name / "latest_checkpoint.pt") for name in ("plain", "failed")]
+    states = [load_checkpoint(tmp_path / name / "latest") for name in ("plain", "failed")]
     assert same_tensors(states[0]["model"], states[1]["model"])
     assert torch.equal(states[0]["rng"]["torch"], states[1]["rng"]["torch"])
     assert sorted(p.name for p in (tmp_path / "plain").iterdir()) == sorted(
@@ -229,7 +229,7 @@ def test_a_half_made_step_goes_back_to_the_last_checkpoint_and_ends_with_the_sam
     assert result.history == expected.history
     assert same_fits(whole, trainer)
     assert len(events("rollback")) == 4
-    for name in ("latest_checkpoint.pt", "ema_epoch_2.pt"):
+    for name in ("latest", "ema_epoch_2.pt"):
         states = [load_checkpoint(tmp_path / folder / name) for folder in ("whole", "half")]
         assert same_tensors(states[0]["model"], states[1]["model"])
 

@@ -311,7 +311,7 @@ def test_the_checkpoint_of_a_preflight_is_the_start(tmp_path):
     start = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = Trainer(model, loss=squared, optimizer=adam(model), checkpoint_dir=tmp_path, keep_epochs=5)
     trainer.fit(batches(3, 5), num_epochs=1)
-    saved = load_checkpoint(tmp_path / "checkpoint_epoch_0.pt")
+    saved = load_checkpoint(tmp_path / "step-0")
     assert all(torch.equal(saved["model"][name], value) for name, value in start.items())
 
 

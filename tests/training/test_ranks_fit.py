@@ -164,7 +164,7 @@ def evaluated(rank, folder):
 def test_an_evaluation_of_ones_own_is_made_by_rank_0_and_told_to_all(tmp_path):
     first, second = ranked.values(ranked.run(2, tmp_path, evaluated, tmp_path))
     assert first[0] == second[0] == {"score": 3.0}
-    states = load_checkpoint(tmp_path / "run" / "latest_checkpoint.pt")
+    states = load_checkpoint(tmp_path / "run" / "latest")
     assert len(states["rank_rngs"]) == 1 and not torch.equal(states["rng"]["torch"], states["rank_rngs"][0]["torch"])
 
 
@@ -175,7 +175,8 @@ def broken(rank, folder, where):
 
     made = Fitted(2, folder / "run", at=at)
     if where == "save" and rank == 0:
-        made.trainer._setup.folder.save = lambda position, state: (folder / "nowhere" / "x").write_text("")
+        (folder / "file").touch()
+        made.trainer._setup.keeper.folder_of = lambda step: folder / "file" / "x"
     try:
         return made.fit(num_epochs=1, preflight=False)
     except Exception as error:
@@ -185,7 +186,7 @@ def broken(rank, folder, where):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "rank", "kind", "text"),
-    [("validation", 1, "ValueError", "a bug"), ("save", 0, "JobFailedError", "No such file or directory")],
+    [("validation", 1, "ValueError", "a bug"), ("save", 0, "JobFailedError", "Not a directory")],
 )
 def test_an_error_of_one_rank_outside_of_a_step_ends_all_with_its_name(tmp_path, where, rank, kind, text):
     found = ranked.values(ranked.run(2, tmp_path, broken, tmp_path, where))

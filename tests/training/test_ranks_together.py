@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranked
 from memfit.errors import MemfitError
-from memfit.training import Ema, SafeStep, Trainer
+from memfit.training import Ema, SafeStep, Trainer, checkpoint_path
 
 pytestmark = pytest.mark.slow
 
@@ -63,13 +63,13 @@ def best_is_first(rank, folder, num_epochs):
     trainer = Trainer(model, loss=Most(), optimizer=torch.optim.AdamW(model.parameters()), checkpoint_dir=folder)
     evaluate = {"evaluate": lambda *_: {"valid_loss": next(losses, 1.0)}}
     trainer.fit(list(X.split(15)), [X[:8]], num_epochs=num_epochs, **evaluate)
-    return (folder / "best_model.pt").resolve(strict=True).name
+    return checkpoint_path(folder / "best").name
 
 
 def test_the_best_checkpoint_outlives_a_resume_between_two_epochs(tmp_path):
     for num_epochs in (4, 5):
         found = ranked.values(ranked.run(2, tmp_path, best_is_first, tmp_path / "run", num_epochs))
-        assert found == ["sharded-4", "sharded-4"]
+        assert found == ["step-4", "step-4"]
 
 
 def fitted(rank, kind, folder, dropout=0.0, losses=(), **settings):
@@ -154,12 +154,12 @@ def test_a_killed_rank_ends_all_with_79_and_damaged_shards_are_passed_over_by_na
     expected = ranked.values(fits(2, tmp_path / "plain", "sharded", 0.2))[0]
     ends = fits(2, tmp_path / "killed", "sharded", 0.2, {1: Most(None, signal.SIGKILL, 6)}, checkpoint_seconds=0)
     assert [end.code for end in ends] == [79, -9]
-    newest = max((tmp_path / "killed" / "run").glob("sharded-*"), key=lambda path: int(path.name[8:]))
+    newest = max((tmp_path / "killed" / "run").glob("step-*"), key=lambda path: int(path.name[5:]))
     file = next(newest.glob("__1_*"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert ranked.values(fits(2, tmp_path / "killed", "sharded", 0.2))[0][:2] == expected[:2]
     # warnings are silent on these ranks; the checkpoint before it was taken
-    assert f"run/sharded-{int(newest.name[8:]) - 1})" in capfd.readouterr().err
+    assert f"run/step-{int(newest.name[5:]) - 1})" in capfd.readouterr().err
 
 
 def refusals(rank):

@@ -66,7 +66,7 @@ def test_a_checkpoint_with_the_finished_epochs_last_position_goes_on_with_the_ne
     expected = whole[0].fit(whole[1], num_epochs=3)
     trainer, loader = make(tmp_path / "stopped")
     trainer.fit(loader, num_epochs=1)
-    state = load_checkpoint(tmp_path / "stopped" / "latest_checkpoint.pt")
+    state = load_checkpoint(tmp_path / "stopped" / "latest")
     assert (state["epoch"], state["data"]["loader"]["epoch"], state["data"]["loader"]["position"]) == (1, 1, 4)
     trainer, loader = make(tmp_path / "stopped")
     assert trainer.fit(loader, num_epochs=3).history == expected.history

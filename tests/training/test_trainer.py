@@ -152,7 +152,7 @@ def test_the_best_epoch_follows_the_named_metric_and_its_direction_and_is_never_
         evaluate=lambda *_: {"ic": values["ic"].pop(0)},
     )  # fmt: skip
     assert result.best_epoch == 2
-    assert load_checkpoint(tmp_path / "best_model.pt")["epoch"] == 2
+    assert load_checkpoint(tmp_path / "best")["epoch"] == 2
 
 
 def test_gradients_are_cut_to_the_largest_norm():
@@ -186,7 +186,7 @@ def test_a_signal_stops_after_the_step_and_the_next_start_goes_on_there(tmp_path
     assert f"Stopped by {signal.Signals(number).name} in epoch 2, after its step 2 of 3." in str(error.value)
     assert "holds all steps so far: nothing will be repeated" in str(error.value)
     assert signal.getsignal(number) is before
-    assert load_checkpoint(tmp_path / "latest_checkpoint.pt")["step"] == 2
+    assert load_checkpoint(tmp_path / "latest")["step"] == 2
     steps = []
     resumed = make(tmp_path, loss=lambda m, x: (steps.append(1), squared(m, x))[1])
     assert resumed.fit(Shuffled(), num_epochs=3, preflight=False).resumed_from == 1
@@ -247,7 +247,7 @@ def test_a_loss_that_is_not_finite_ends_the_fit_and_names_epoch_and_step(tmp_pat
     trainer = make(tmp_path, loss=loss)
     with pytest.raises(JobFailedError, match="In epoch 2, step 1 of 3 the loss is nan over a weight of 5"):
         trainer.fit(data, num_epochs=3, preflight=False)
-    saved = load_checkpoint(tmp_path / "latest_checkpoint.pt")
+    saved = load_checkpoint(tmp_path / "latest")
     assert saved["epoch"] == 1
     assert same_tensors(saved["model"], trainer.model.state_dict())
 
@@ -307,7 +307,7 @@ def test_an_epoch_is_train_then_checkpoint_then_validate_and_is_recorded(tmp_pat
     assert [(event["epoch"], event["num_epochs"]) for event in events("epoch")] == [(1, 2), (2, 2)]
     assert all({"train_loss", "valid_loss"} <= event.keys() for event in events("epoch"))
     saved = events("checkpoint")
-    assert [Path(event["path"]).name for event in saved] == [f"checkpoint_epoch_{n}.pt" for n in range(3)]
+    assert [Path(event["path"]).name for event in saved] == ["step-0", "step-3", "step-6"]
     assert all(event["bytes"] > 1000 for event in saved)
 
 
@@ -315,7 +315,7 @@ def test_a_checkpoint_is_also_written_within_an_epoch_when_the_last_one_is_old(t
     make(tmp_path / "often", checkpoint_seconds=0.0).fit(Shuffled(), num_epochs=1)
     make(tmp_path / "seldom").fit(Shuffled(), num_epochs=1)
     assert [(event["epoch"], event["step"]) for event in events("checkpoint")] == [
-        (0, 0), (0, 1), (0, 2), (1, 0), (0, 0), (1, 0),
+        (0, 0), (0, 1), (0, 2), (1, 3), (0, 0), (1, 3),
     ]  # fmt: skip
 
 
@@ -480,7 +480,7 @@ def test_epochs_and_the_resume_are_told_where_no_run_shows_them(
     lines = capfd.readouterr().err.splitlines()
     assert [line.split("  ")[0] for line in lines] == [
         "memfit: epoch 1/1",
-        f"memfit: goes on after epoch 1, of 2 epochs ({tmp_path / 'checkpoint_epoch_1.pt'})",
+        f"memfit: goes on after epoch 1, of 2 epochs ({tmp_path / 'step-1'})",
         "memfit: epoch 1/2",  # its end is finished again: whether that had happened is not known
         "memfit: epoch 2/2",
     ]
@@ -500,7 +500,7 @@ def test_the_first_ctrl_c_saves_and_stops_and_the_second_interrupts(
     trainer = Trainer(torch.nn.Linear(1, 1), loss=interrupting, checkpoint_dir=tmp_path / "saved")
     with pytest.raises(StoppedError, match="SIGINT"):
         trainer.fit(data, num_epochs=1, preflight=False)
-    assert load_checkpoint(tmp_path / "saved" / "latest_checkpoint.pt")["step"] == 1
+    assert load_checkpoint(tmp_path / "saved" / "latest")["step"] == 1
     with pytest.raises(KeyboardInterrupt):  # nothing is saved, so nothing is gained by waiting
         Trainer(torch.nn.Linear(1, 1), loss=interrupting).fit(data, num_epochs=1)
 
@@ -581,7 +581,7 @@ def test_every_checkpoint_and_snapshot_says_where_it_comes_from(tmp_path):
     told = {"run": "ab", "fold": 3, "trained": [["2020-01-01", "2020-02-01"]]}
     trainer = make(tmp_path, provenance=told, ema=Ema(0.5), milestones=(1, 2))
     trainer.fit(Shuffled(), num_epochs=2)
-    names = ["latest_checkpoint.pt", "ema_epoch_1.pt", "ema_epoch_2.pt"]
+    names = ["latest", "ema_epoch_1.pt", "ema_epoch_2.pt"]
     assert [load_checkpoint(tmp_path / name)["provenance"] for name in names] == [told] * 3
     # It is no part of what a resume compares: a run's folder may be moved.
     make(tmp_path, provenance={"run": "cd"}, ema=Ema(0.5), milestones=(1, 2)).fit(Shuffled(), num_epochs=3)

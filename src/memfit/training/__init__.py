@@ -15,8 +15,8 @@ from memfit.training._beat import joined_group as joined_group
 from memfit.training._beat import keep_beats as keep_beats
 from memfit.training._beat import leave as leave
 from memfit.training._beat import peers_lost as peers_lost
-from memfit.training._checkpoint import CheckpointFolder as CheckpointFolder
 from memfit.training._checkpoint import CheckpointWarning as CheckpointWarning
+from memfit.training._checkpoint import checkpoint_path as checkpoint_path
 from memfit.training._checkpoint import load_checkpoint as load_checkpoint
 from memfit.training._checkpoint import save_checkpoint as save_checkpoint
 from memfit.training._compute import autocast as autocast
@@ -101,6 +101,7 @@ __all__ = [
     "Trainer",
     "autocast",
     "beat",
+    "checkpoint_path",
     "clean_up",
     "find_device",
     "find_longest",

@@ -1,4 +1,4 @@
-"""Write checkpoints that are whole or refused, and keep the last good ones in a folder.
+"""Write checkpoint files that are whole or refused.
 
 ``torch.save`` writes a zip archive with a CRC-32 of each record, which is compared before anything is loaded.
 """
@@ -13,33 +13,23 @@ import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 
-from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, UsageError
+from memfit.errors import DamagedError, JobFailedError, UsageError
 from memfit.files import replacing
-from memfit.rundir import canary_folder, record
+from memfit.rundir import record
 from memfit.training._oom import classify_oom
 from memfit.units import format_bytes
 
-LATEST, BEST = "latest_checkpoint.pt", "best_model.pt"
-#: In a folder of shards, what all ranks have in common.
-SHARED = "trainer.pt"
+#: The file of a checkpoint folder that holds what is not in shards or in a framework's own files.
+PARTS = "parts.pt"
 _LOCK = ".lock"
-
-#: Where a fit is: whole epochs, then steps of the next one.
-Position = tuple[int, int]
-
-_FILE = re.compile(r"checkpoint_epoch_(\d+)(?:_step_(\d+))?\.pt")
-_ASIDE_FILE = re.compile(r"\.((checkpoint|ema)_epoch_\d+(_step_\d+)?|latest_checkpoint|best_model)\.pt\.[\d-]+\.tmp")
-_KEPT_STEPS = 2
-#: The layout of what a Trainer saves, its entry ``memfit_checkpoint``; files of ``save_checkpoint`` have none.
-FORMAT = 2
-_PLAIN_VALUES_BYTES = 1 << 16  # of a checkpoint, beside its tensors
+_NAME, _MOST_NAME_BYTES = re.compile(rb"[\w-]+"), 255
 
 
 class CheckpointWarning(UserWarning):
@@ -102,31 +92,51 @@ def save_checkpoint(path: Path | str, state: dict[str, Any], *, prove: bool = Tr
 def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
     """Return a checkpoint's content, on the CPU, after the checksum of each record was compared.
 
-    It has ``model`` and ``optimizer`` (state dicts), ``rng``, ``epoch`` (whole epochs), ``history``, and more. With
-    ``mmap`` the tensors' bytes are mapped instead of read. Of a folder with the shards of several ranks it has the
-    whole ``model``, and no ``optimizer``.
+    Args:
+        path: A file of ``save_checkpoint``; the folder of a checkpoint; or ``best`` or ``latest`` beside those of a
+            ``Trainer``. That of a ``Trainer`` has ``model`` and ``optimizer`` (state dicts), ``rng``, ``epoch`` (whole
+            epochs), ``history``, and more; one in shards has the whole ``model``, and no ``optimizer``.
+        mmap: Map the tensors' bytes instead of reading them.
 
     Raises:
         DamagedError: If the file is cut short or differs from its checksums.
         UsageError: If it cannot be read, or holds objects that a safe load refuses.
     """
     try:
-        if ((path := Path(path)) / SHARED).exists():
-            return load_checkpoint(path / SHARED, mmap=mmap) | {"model": _join_shards(path)}
+        if (path := checkpoint_path(path)).is_dir():
+            state = load_checkpoint(path / PARTS, mmap=mmap)
+            return state | {"model": _join_shards(path)} if (path / ".metadata").exists() else state
         with open(path, "rb") as file:
-            _verify(file, Path(path))
+            _verify(file, path)
             if mmap:
-                return _load(Path(path), Path(path), mmap=True)
+                return _load(path, path, mmap=True)
             file.seek(0)  # the same open file: no rename in between can change what is loaded
-            return _load(file, Path(path))
+            return _load(file, path)
     except OSError as error:
         if error.errno == errno.ENOMEM:  # of memory
             raise
         raise UsageError(
             f"{path} cannot be read: {error.strerror}.",
-            rule="a checkpoint is a file that a Trainer wrote, such as latest_checkpoint.pt in its checkpoint_dir.",
+            rule="a checkpoint is a file, or the folder that a Trainer wrote, such as latest in its checkpoint_dir.",
             remedy="check the path",
         ) from error
+
+
+def checkpoint_path(path: Path | str) -> Path:
+    """Return the folder that ``best`` or ``latest`` names, which are small text files; another path as it is.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> (folder / "step-12").mkdir()
+        >>> _ = (folder / "best").write_text("step-12")
+        >>> checkpoint_path(folder / "best").name
+        'step-12'
+    """
+    path = Path(path)
+    is_short = path.is_file() and path.stat().st_size <= _MOST_NAME_BYTES
+    name = _NAME.fullmatch(path.read_bytes()) if is_short else None
+    return path.with_name(name[0].decode()) if name else path
 
 
 def _join_shards(path: Path) -> dict[str, torch.Tensor]:
@@ -186,155 +196,6 @@ def _damaged(path: Path, what: str) -> DamagedError:
     )
 
 
-class CheckpointFolder:
-    """Keeps the checkpoints of one fit; the process of the fit alone writes here.
-
-    checkpoint_epoch_<n>.pt            the newest epochs, the best one, the milestones; 0 is the start
-    checkpoint_epoch_<n>_step_<s>.pt   epoch n after s of its steps: the last two, removed with the epoch's own
-    latest_checkpoint.pt               the newest: what a resume goes on from; a hard link where there are any
-    best_model.pt                      the best by the metric of validation; likewise ema_epoch_<n>.pt
-    a milestone with the averaged weights, of a Trainer with an ``Ema``
-
-    Nothing is deleted before the newest file was read back and found whole."""
-
-    def __init__(self, path: Path, keep_epochs: int, milestones: Collection[int] = ()) -> None:
-        self.path = canary_folder(path)
-        self.keep_epochs = keep_epochs
-        self.milestones = frozenset(milestones)
-        self._proven = False
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Be the only process that writes here, and remove half-written files of a killed one."""
-        with hold(self.path):
-            for entry in self.path.iterdir():
-                if _ASIDE_FILE.fullmatch(entry.name):
-                    entry.unlink(missing_ok=True)
-            yield
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Turn a disk that refuses what is written inside into a ``JobFailedError`` that says what is lost."""
-        with writing(self.path, lambda: next((path.name for path in self._files().values()), None)):
-            yield
-
-    def _files(self) -> dict[Position, Path]:
-        found = {}
-        for path in self.path.iterdir():
-            if match := _FILE.fullmatch(path.name):
-                epoch, step = int(match[1]), int(match[2] or 0)
-                found[epoch - (step > 0), step] = path
-        return dict(sorted(found.items(), reverse=True))
-
-    def _file(self, position: Position) -> Path:
-        epoch, step = position
-        return self.path / (f"checkpoint_epoch_{epoch + 1}_step_{step}.pt" if step else f"checkpoint_epoch_{epoch}.pt")
-
-    def check_room(self, one_bytes: int, num_epochs: int) -> None:
-        """Refuse a fit whose checkpoints, of ``one_bytes`` each, the disk cannot hold."""
-        one = one_bytes + _PLAIN_VALUES_BYTES
-        milestones = sum(1 for epoch in self.milestones if epoch <= num_epochs)
-        number = min(self.keep_epochs, num_epochs) + milestones + _KEPT_STEPS + 2
-        own = {(stat.st_dev, stat.st_ino): stat.st_size for stat in map(Path.stat, self.path.iterdir())}
-        free = shutil.disk_usage(self.path).free + sum(own.values())
-        if number * one > free:
-            raise DoesNotFitError(
-                f"{number} checkpoints of {format_bytes(one)} need {format_bytes(number * one)} of disk, and "
-                f"{format_bytes(free)} is free on that of {self.path} or taken by its checkpoints.",
-                rule=f"keep_epochs={self.keep_epochs} and {milestones} milestones, the best, {_KEPT_STEPS} within an "
-                "epoch, and the one being written.",
-                remedy="free some space, pass fewer milestones or keep_epochs=1, or another checkpoint_dir",
-            )
-
-    def save(self, position: Position, state: dict[str, Any]) -> Path:
-        """Write a checkpoint, make it the latest, and return its file."""
-        path = self._file(position)
-        save_checkpoint(path, state, prove=not self._proven)
-        self._proven = position != (0, 0)  # before the first step an optimizer has no state that could be refused
-        self._name(path, LATEST)
-        return path
-
-    def mark_best(self) -> None:
-        self._name(self.path / LATEST, BEST)
-
-    def prune(self, position: Position, best_epoch: int | None) -> None:
-        """Remove what need not stay beside the checkpoint of ``position``, once that was read back whole."""
-        files = {at: path for at, path in self._files().items() if at <= position}
-        epochs = [epoch for epoch, step in files if step == 0]
-        kept = {(epoch, 0) for epoch in {*epochs[: self.keep_epochs], best_epoch, *self.milestones}}
-        kept |= {at for at in list(files)[:_KEPT_STEPS] if at[1] and position[1]}
-        doomed = [path for at, path in files.items() if at not in kept]
-        if not doomed or position not in files:
-            return
-        try:
-            with open(files[position], "rb") as file:
-                _verify(file, files[position])
-        except DamagedError as error:
-            report_damage(error, "The older ones stay.")
-            return
-        for path in doomed:
-            path.unlink()
-
-    def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest whole checkpoint; it becomes the latest. If all are damaged, that is a ``DamagedError``:
-        starting over silently would hide the loss."""
-        damaged: list[DamagedError] = []
-        taken = self._try(self.path / LATEST, damaged)
-        for position, path in self._files().items():
-            if taken is not None and position <= position_of(taken[1]):
-                break
-            taken = self._try(path, damaged) or taken
-        if taken is None:
-            if damaged:
-                raise damaged[0]
-            if any(self.path.glob("sharded-*/SEAL.json")):
-                raise UsageError(
-                    f"{self.path} holds checkpoints of a sharded model.",
-                    rule="a fit goes on with what wrote its checkpoints.",
-                    remedy="shard the model by fully_shard as it was, or pass another checkpoint_dir",
-                )
-            return None
-        path = self._file(position_of(taken[1]))
-        for error in damaged:
-            report_damage(error, f"Taken instead: {path.name}.")
-        for name in (LATEST, path.name):
-            other = self.path / name
-            if not (other.exists() and other.samefile(taken[0])):
-                self._name(taken[0], name)
-        return path, taken[1]
-
-    def read(self, path: Path) -> dict[str, Any]:
-        return load_checkpoint(path)
-
-    def _try(self, path: Path, damaged: list[DamagedError]) -> tuple[Path, dict[str, Any]] | None:
-        if not os.path.lexists(path):
-            return None
-        try:
-            state = load_checkpoint(path)
-        except DamagedError as error:
-            damaged.append(error)
-            return None
-        found = state.get("memfit_checkpoint") if isinstance(state, dict) else None
-        if found != FORMAT:
-            raise UsageError(
-                f"{path} is no checkpoint of a Trainer of this version: its format is {found}, not {FORMAT}.",
-                rule="a fit goes on from what a Trainer wrote into checkpoint_dir, not from a file of save_checkpoint.",
-                remedy="move the file away, or pass another checkpoint_dir",
-            )
-        return path, state
-
-    def _name(self, source: Path, name: str) -> None:
-        """Give a checkpoint one more name, in place of what had it."""
-        with replacing(self.path / name) as aside:
-            try:
-                os.link(source, aside)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(source, aside)
-                with open(aside, "rb") as file:
-                    os.fsync(file.fileno())
-        aside.unlink(missing_ok=True)  # a rename between two names of one file leaves both
-
-
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
     """Be the only process that writes into a folder of checkpoints, which is made if need be. A POSIX lock: the kernel
@@ -391,10 +252,6 @@ def writing(folder: Path, newest: Callable[[], str | None]) -> Iterator[None]:
             remedy="free space on that disk, check its quota and whether it can be written to, and run the same "
             "command again",
         ) from error
-
-
-def position_of(state: Mapping[str, Any]) -> Position:
-    return state["epoch"], state.get("step", 0)
 
 
 def tensor_bytes(state: Any) -> int:

@@ -7,6 +7,7 @@ on the same hardware with the same number of threads.
 from __future__ import annotations
 
 import math
+import shutil
 import signal
 import time
 import warnings
@@ -17,34 +18,38 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from memfit.errors import DataError, HalfUpdatedError, StoppedError, UsageError
+from memfit.errors import DataError, DoesNotFitError, HalfUpdatedError, StoppedError, UsageError
 from memfit.rundir import CANARY_STEPS, canary_over, is_canary, loader_settings, record
 from memfit.training._beat import beat, keep_beats
-from memfit.training._checkpoint import CheckpointWarning, save_checkpoint, tensor_bytes
+from memfit.training._checkpoint import PARTS, CheckpointWarning, save_checkpoint, tensor_bytes
 from memfit.training._deal import own_part
 from memfit.training._ema import Ema
-from memfit.training._fsdp import ShardedFolder
+from memfit.training._fsdp import save_shards, shard_bytes
 from memfit.training._journal import Journal, Unheard
 from memfit.training._keyed import TrainingData, refuse_own_generators
 from memfit.training._preflight import find_longest, preflight
-from memfit.training._process import Stopper, check_save_seconds, rng_state, seed_rank
+from memfit.training._process import Stopper, rng_state, seed_rank
 from memfit.training._ranks import SAVE, Ranks
 from memfit.training._records import MEASURED, FitResult
-from memfit.training._resume import Progress, Resume
+from memfit.training._resume import BEST, LATEST, Progress, Resume
 from memfit.training._setup import Plan, Setup
 from memfit.training._split import samples_in
 from memfit.training._validation import Validation, attempt_twice
+from memfit.units import format_bytes
+
+_KEPT_STEPS = 2
+_PLAIN_VALUES_BYTES = 1 << 16  # of a checkpoint, beside its tensors
 
 
 class Fit:
     def __init__(self, setup: Setup, plan: Plan, stop: Stopper) -> None:
         self.setup, self.plan, self.stop = setup, plan, stop
-        self.step, self.ema, self.folder = setup.step, setup.ema, setup.folder
+        self.step, self.ema, self.keeper = setup.step, setup.ema, setup.keeper
         self.device = next(self.step.model.parameters()).device
         self.ranks = setup.step.ranks
         self.is_first = self.ranks is None or self.ranks.rank == 0  # it alone writes and tells
         self.data = TrainingData(plan.train, setup.seed, setup.first_batch_seconds)
-        if self.folder is not None and not self.step.exactness.allows_inexact:
+        if self.keeper is not None and not self.step.exactness.allows_inexact:
             self.data.check_replayable()
             refuse_own_generators(plan.valid)
         self.batches_per_step = self.data.batches_per_step(setup.global_batch_size, self.step.split)
@@ -54,14 +59,14 @@ class Fit:
             self._join(self.ranks)
         self.validation = Validation(setup, plan, self._where, self._stop_alone)
         self.resume = Resume(setup, plan, self.data, self.validation, self.journal, self.num_steps)
-        self._is_open = self._has_room = False
+        self._is_open = self._has_room = self._is_proved = False
         self._is_saved = True  # or nothing was done yet
         self._next_save = 0.0
 
     def run(self) -> FitResult:
         """Train from the newest whole checkpoint, or the start, to the last epoch's end."""
         try:
-            with self.folder.held() if self.folder is not None and self.is_first else nullcontext():
+            with self.keeper.held() if self.keeper is not None and self.is_first else nullcontext():
                 return self._run()
         except BaseException as error:
             if self.step.team is not None:
@@ -74,11 +79,11 @@ class Fit:
         """Take this rank's part of the data, and tell in each vote what it wants."""
         self.data.deal(self.batches_per_step, self.step.split, ranks)
         ranks.is_over, ranks.wants = False, self._wants
-        if self.folder is not None:
-            keep_beats(self.folder.path)
+        if self.keeper is not None:
+            keep_beats(self.keeper.path)
         if self.step.team is not None:
             self.step.team.parts += [self.ema] if self.ema is not None else []
-            self.step.team.folder = self.step.team.folder or (self.folder.path if self.folder is not None else None)
+            self.step.team.folder = self.step.team.folder or (self.keeper.path if self.keeper is not None else None)
 
     def _run(self) -> FitResult:
         try:
@@ -120,7 +125,7 @@ class Fit:
             self.step.team.read_size()
         history = self.progress.history
         if len(history) < self.plan.num_epochs and not self.plan.is_early(history):
-            self._prepare(save=self._save if found is None and self.folder is not None else None)
+            self._prepare(save=self._save if found is None and self.keeper is not None else None)
         return None if found is None else len(history)
 
     def _go_on_from(self, progress: Progress) -> None:
@@ -236,7 +241,7 @@ class Fit:
             if self.ema is not None:
                 self.ema.update(step.model)
         progress.add_step(outcome, num_batches)
-        self._is_saved = self.folder is None  # nothing can be saved then
+        self._is_saved = self.keeper is None  # nothing can be saved then
         self.journal.step(step.where, outcome.loss if outcome.weight else None, self.device)
         if self.setup.on_step is not None and self.is_first:
             self.setup.on_step(outcome)
@@ -249,20 +254,18 @@ class Fit:
 
     def _finish_epoch(self) -> bool:
         """Validate the newest epoch if that is still to be done, keep the best; return whether the fit ends here."""
-        history, folder, plan = self.progress.history, self.folder, self.plan
+        history, keeper, plan = self.progress.history, self.keeper, self.plan
         newest = history[-1]
-        if self.ema is not None and folder is not None and newest.epoch in folder.milestones and self.is_first:
-            with folder.writing():
-                self._save_average(self.ema, folder.path / f"ema_epoch_{newest.epoch}.pt")
+        if self.ema is not None and keeper is not None and newest.epoch in self.setup.milestones and self.is_first:
+            with keeper.writing():
+                self._save_average(self.ema, keeper.path / f"ema_epoch_{newest.epoch}.pt")
         if plan.valid is not None and newest.metrics is None:
             self.journal.phase("validate")
             newest = history[-1] = replace(newest, metrics=self.validation.run(self.data))
-        best = plan.best_epoch(history)
-        if folder is not None and self.is_first:
-            with folder.writing():
-                if best == newest.epoch:
-                    folder.mark_best()
-                folder.prune(self.progress.position, best)
+        if keeper is not None and self.is_first and plan.best_epoch(history) == newest.epoch:
+            with keeper.writing():
+                keeper.mark(BEST, self.progress.num_steps)
+        self._prune()
         numbers = {"train_loss": newest.train_loss, **(newest.metrics or {})}
         pace = {name: value for name in MEASURED if (value := getattr(newest, name)) is not None}
         self.journal.epoch(newest.epoch, numbers, pace)
@@ -313,50 +316,80 @@ class Fit:
         epoch, step = self.progress.position
         where = f"in epoch {epoch + 1}, after its step {step} of {self.num_steps}" if step else f"after epoch {epoch}"
         rule = "without checkpoint_dir nothing is saved: it will start over."
-        if self.folder is not None:
-            rule = f"{self.folder.path} holds all steps so far: nothing will be repeated."
+        if self.keeper is not None:
+            rule = f"{self.keeper.path} holds all steps so far: nothing will be repeated."
         if (epoch, step) == (0, 0):
             where, rule = "before its first step", "nothing was trained yet: nothing will be repeated."
         return StoppedError(f"Stopped by {signal_name} {where}.", rule=rule, remedy="run the same command again")
 
     def _save(self) -> Path | None:
-        folder, progress, self._is_saved = self.folder, self.progress, True
-        if folder is None:
+        """Seal a checkpoint of here, and return its folder; ranks that write nothing of it return None."""
+        keeper, progress, self._is_saved = self.keeper, self.progress, True
+        if keeper is None:
             return None
         self.journal.phase("checkpoint")
-        began = time.monotonic()
         self.step.settle()
         rngs = [rng_state()] if self.ranks is None else self.ranks.gather(rng_state())
+        number = progress.num_steps
         beat("save")
-        is_sharded = isinstance(folder, ShardedFolder)
-        if isinstance(folder, ShardedFolder):
-            with folder.writing():
-                folder.save_shards(progress.position, self.num_steps)
+        if self.step.is_sharded:
+            if self.is_first:
+                keeper.begin(number)
+            with keeper.writing():
+                save_shards(self.step, keeper.folder_of(number))
         if not self.is_first:
             return None
 
         def save() -> Path:
             state = self.resume.capture(progress, rngs)
-            if not self._has_room:
-                folder.check_room(tensor_bytes(state) + self.step.pending_bytes, self.plan.num_epochs)
-                self._has_room = True
-            with folder.writing():
-                return folder.save(progress.position, state)
+            self._check_room(tensor_bytes(state) + self.step.pending_bytes)
+            path = keeper.folder_of(number) if self.step.is_sharded else keeper.begin(number)
+            with keeper.writing():
+                save_checkpoint(path / PARTS, state, prove=not self._is_proved)
+            keeper.seal(number, {"epoch": len(progress.history), "epoch_step": progress.step})
+            with keeper.writing():
+                keeper.mark(LATEST, number)
+            return path
 
         remedy = "give more host memory: a checkpoint passes through it on its way to the disk"
         path = attempt_twice(self.step, "checkpoint", self._where(), save, remedy)
-        epoch, step = progress.position
-        beat("sealed", epoch * self.num_steps + step, training=f"{folder.path} {progress.fit}")
+        self._is_proved = number > 0  # before the first step an optimizer has no state that could be refused
         if self.step.team is not None:
             self.step.team.forget_size()
-        if not is_sharded:  # its seal has told it
-            self.journal.checkpoint(path, progress.position, time.monotonic() - began)
-        check_save_seconds(time.monotonic() - began)
         self._next_save = time.monotonic() + self.setup.checkpoint_seconds
         if progress.step:
-            with folder.writing():
-                folder.prune(progress.position, self.plan.best_epoch(progress.history))
+            self._prune()
         return path
+
+    def _prune(self) -> None:
+        """Keep the last two within an epoch, the newest epochs, the best one and the milestones."""
+        keeper, ends = self.keeper, self.progress.ends
+        if keeper is None or not self.is_first:
+            return
+        kept = [*self.setup.milestones, self.plan.best_epoch(self.progress.history) or 0]
+        steps = [*ends[-self.setup.keep_epochs :], *(ends[epoch] for epoch in kept if 0 < epoch < len(ends))]
+        with keeper.writing():
+            keeper.prune(_KEPT_STEPS if self.progress.step else 1, [keeper.folder_of(step) for step in steps])
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Refuse a fit whose checkpoints, of so many bytes each, the disk cannot hold; looked at once."""
+        setup, path = self.setup, self.setup.keeper.path if self.setup.keeper is not None else None
+        if path is None or self._has_room:
+            return
+        one = num_bytes + self.step.is_sharded * shard_bytes(self.step) + _PLAIN_VALUES_BYTES
+        num_epochs, milestones = self.plan.num_epochs, sum(epoch <= self.plan.num_epochs for epoch in setup.milestones)
+        number = min(setup.keep_epochs, num_epochs) + milestones + _KEPT_STEPS + 2
+        own = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+        free = shutil.disk_usage(path).free + own
+        if number * one > free:
+            raise DoesNotFitError(
+                f"{number} checkpoints of {format_bytes(one)} need {format_bytes(number * one)} of disk, and "
+                f"{format_bytes(free)} is free on that of {path} or taken by its checkpoints.",
+                rule=f"keep_epochs={setup.keep_epochs} and {milestones} milestones, the best, {_KEPT_STEPS} within an "
+                "epoch, and the one being written.",
+                remedy="free some space, pass fewer milestones or keep_epochs=1, or another checkpoint_dir",
+            )
+        self._has_room = True
 
     def _save_average(self, ema: Ema, path: Path) -> None:
         """Write the model with its averaged weights, and what tells ``memfit average`` which training it is of."""
@@ -368,10 +401,10 @@ class Fit:
 
     def _warn_of_missed_milestones(self) -> None:
         """Warn of milestones after the last epoch: an average of these epochs will not be there to blend."""
-        if self.ema is None or self.folder is None or not self.is_first:
+        if self.ema is None or self.keeper is None or not self.is_first:
             return
         done = len(self.progress.history)
-        if missed := sorted(epoch for epoch in self.folder.milestones if epoch > done):
+        if missed := sorted(epoch for epoch in self.setup.milestones if epoch > done):
             record("ema_missing", epochs=missed, num_epochs=done)
             text = f"There is no average of the weights at epochs {missed}: the training ended after epoch {done}."
             warnings.warn(text, CheckpointWarning, stacklevel=4)

@@ -130,11 +130,7 @@ class Journal:
         record("early_stop", epoch=epoch, num_epochs=self.num_epochs, **fields)
         say(f"stops early after epoch {epoch} of {self.num_epochs}: {why}")
 
-    # --- checkpoints and stops
-
-    def checkpoint(self, path: Path, position: tuple[int, int], seconds: float) -> None:
-        (epoch, step), size = position, path.stat().st_size
-        record("checkpoint", path=str(path), epoch=epoch, step=step, bytes=size, seconds=round(seconds, 3))
+    # --- stops
 
     def resume(self, path: Path, position: tuple[int, int]) -> None:
         epoch, step = position
@@ -162,7 +158,7 @@ class Unheard(Journal):
     def _ignore(self, *args: Any, **fields: Any) -> None:
         pass
 
-    loaders = step = epoch = early_stop = checkpoint = resume = inexact = stop = _ignore
+    loaders = step = epoch = early_stop = resume = inexact = stop = _ignore
 
     def phase(self, name: str) -> None:
         if is_canary():

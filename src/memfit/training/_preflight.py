@@ -145,7 +145,7 @@ def preflight(
         step.optimizer.zero_grad()
         model.zero_grad()
     phases = {name: _memory_of(meter.footprint.phases[name], sizes) for name, sizes in devices.items()}
-    size = None if path is None else path.stat().st_size
+    size = None if path is None else sum(one.stat().st_size for one in (path, *path.rglob("*")) if one.is_file())
     seen = (longest.how, longest.num_seen, longest.out_of_time)
     report = PreflightReport(phases, *seen, microbatch_size, num_ooms, size)
     record("preflight", **asdict(report))

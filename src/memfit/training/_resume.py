@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import uuid
 from collections import Counter
@@ -15,8 +16,8 @@ import torch
 from memfit.errors import HalfUpdatedError, UsageError
 from memfit.rundir import record
 from memfit.training._beat import beat
-from memfit.training._checkpoint import FORMAT, Position, position_of
-from memfit.training._fsdp import ShardedFolder
+from memfit.training._checkpoint import PARTS, load_checkpoint
+from memfit.training._fsdp import load_shards
 from memfit.training._identity import check_environment, environment, optimizer_identity, refuse_changed
 from memfit.training._journal import Journal
 from memfit.training._keyed import TrainingData
@@ -27,6 +28,10 @@ from memfit.training._setup import Plan, Setup
 from memfit.training._validation import Validation
 from memfit.units import format_count
 
+#: Where a fit is: whole epochs, then steps of the next one.
+Position = tuple[int, int]
+#: The names of the checkpoints that a user may look for.
+LATEST, BEST = "latest", "best"
 _MAX_ROLLBACKS = 3
 
 
@@ -49,6 +54,15 @@ class Progress:
     @property
     def position(self) -> Position:
         return len(self.history), self.step
+
+    @property
+    def ends(self) -> list[int]:
+        """The optimizer steps at the end of each epoch so far, from epoch 0 on."""
+        return list(itertools.accumulate((entry.num_steps for entry in self.history), initial=0))
+
+    @property
+    def num_steps(self) -> int:
+        return self.ends[-1] + self.step
 
     def add_step(self, outcome: StepOutcome, num_batches: int) -> None:
         self.step += 1
@@ -101,7 +115,6 @@ class Resume:
             for name in MEASURED:
                 del entry[name]
         return {
-            "memfit_checkpoint": FORMAT,
             "epoch": len(progress.history),
             **{name: entries.pop(name) for name in ("fit", "step", "history")},
             "within_epoch": entries,
@@ -117,14 +130,16 @@ class Resume:
 
     def newest(self) -> Progress | None:
         """Load the newest whole checkpoint and return its progress; None if there is none."""
-        folder, ranks = self._setup.folder, self._setup.step.ranks
+        keeper, ranks = self._setup.keeper, self._setup.step.ranks
         beat("load")
-        taken = None if folder is None or (ranks and ranks.rank) else folder.newest()
-        if ranks is not None and folder is not None:
-            path = ranks.gather(str(taken[0]) if taken else "")[0]
+        found = None if keeper is None or (ranks and ranks.rank) else keeper.newest()
+        if found is not None and keeper is not None:
+            keeper.mark(LATEST, found.step)
+        path = "" if found is None else str(found.path)
+        if ranks is not None and keeper is not None:
+            path = ranks.gather(path)[0]
             beat("load")  # no longer at the vote
-            taken = taken or ((Path(path), folder.read(Path(path))) if path else None)
-        return None if taken is None else self._restore(*taken)
+        return self._restore(Path(path), load_checkpoint(Path(path) / PARTS)) if path else None
 
     def go_back(self, error: HalfUpdatedError, position: Position) -> Progress:
         """Go back to the newest checkpoint after an optimizer step that an out-of-memory left half-way."""
@@ -151,8 +166,8 @@ class Resume:
                     remedy="build the model as it was, or pass another checkpoint_dir",
                 ) from error
         step = self._setup.step
-        if isinstance(self._setup.folder, ShardedFolder):
-            self._setup.folder.load_shards(path)
+        if step.is_sharded:
+            load_shards(step, path)
         _restore_buffers(step.model, state.get("buffers", {}))
         self._restore_rng(state)
         self._data.load_state_dict(state["data"])
@@ -185,7 +200,7 @@ class Resume:
 
     def _refuse_others(self, path: Path, state: Mapping[str, Any]) -> None:
         """Refuse a checkpoint that lies beyond the plan, or is of another training."""
-        if position_of(state) > (self._plan.num_epochs, 0):
+        if (state["epoch"], state["step"]) > (self._plan.num_epochs, 0):
             raise UsageError(
                 f"{path} has {state['epoch']} whole epochs, and num_epochs is {self._plan.num_epochs}.",
                 rule="a fit goes on from its newest checkpoint; it cannot go back.",

@@ -14,14 +14,14 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import DamagedError, UsageError
-from memfit.files import read_json, refresh, sync_folder
+from memfit.errors import DamagedError, MemfitError, UsageError
+from memfit.files import read_json, refresh, sync_folder, write_atomic
 from memfit.rundir import canary_folder, record
 from memfit.training._beat import beat
 from memfit.training._checkpoint import hold, report_damage, writing
@@ -30,6 +30,7 @@ from memfit.training._ranks import Ranks
 
 SEAL = "SEAL.json"
 _MARK, _OLD = ".unsealed", ".replaced-"
+_HALF_FILE = re.compile(r"\.(latest|best|ema_epoch_\d+\.pt)\.[\d-]+\.tmp")
 #: The layout of a seal.
 FORMAT = 3
 _SHAPE = {"memfit_seal": int, "step": int, "facts": dict, "files": dict}
@@ -54,7 +55,7 @@ class SealedFolder:
         self.path = canary_folder(path)
         self.prefix = prefix
         self.ranks: Ranks | None = None
-        self._began = time.monotonic()
+        self._began, self._newest_step = time.monotonic(), 0
         self._name = re.compile(re.escape(prefix) + r"(\d+)")
 
     @contextmanager
@@ -65,9 +66,16 @@ class SealedFolder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn a disk that refuses what is written inside into a ``JobFailedError`` that says what is lost."""
-        with writing(self.path, self._newest_name):
-            yield
+        """Turn a disk that refuses what is written inside into a ``JobFailedError`` that says what is lost; what was
+        begun is removed."""
+        try:
+            with writing(self.path, self._newest_name):
+                yield
+        except MemfitError:
+            if self.ranks is None or self.ranks.rank == 0:
+                with suppress(OSError):
+                    self._clear()
+            raise
 
     def folder_of(self, step: int) -> Path:
         return self.path / f"{self.prefix}{step}"
@@ -99,6 +107,7 @@ class SealedFolder:
             self.ranks.settle()  # all have written
             beat("save", step)
         self.lead(partial(self._seal, step, facts))
+        self._newest_step = step
         beat("sealed", step, training=str(self.path))
         return self.folder_of(step)
 
@@ -122,12 +131,19 @@ class SealedFolder:
         record("checkpoint", path=str(path), **facts)
         check_save_seconds(took)
 
+    def mark(self, name: str, step: int) -> None:
+        """Let a small text file of this name say which checkpoint is meant by it."""
+        path, text = self.path / name, self.folder_of(step).name
+        if not path.is_file() or path.read_text() != text:
+            write_atomic(path, text)
+
     def prune(self, keep: int, spared: Collection[Path] = ()) -> None:
-        """Remove sealed checkpoints beside the ``keep`` newest and the ``spared``."""
+        """Remove sealed checkpoints beside the ``keep`` newest and the ``spared``; a newer one than was taken or sealed
+        last is damaged, and counts for nothing."""
         if self.ranks is not None and self.ranks.rank:
             return
-        sealed = [path for path in self._paths().values() if (path / SEAL).exists()]
-        for path in sealed[keep:]:
+        found = [path for step, path in self._paths().items() if step <= self._newest_step and (path / SEAL).exists()]
+        for path in found[keep:]:
             if path not in spared:
                 shutil.rmtree(path)
 
@@ -135,6 +151,7 @@ class SealedFolder:
         """Return the newest whole checkpoint; DamagedError if all are damaged: starting over silently would hide the
         loss. One that a kill left without its seal is removed."""
         found: Sealed | None = self.lead(self._newest)
+        self._newest_step = 0 if found is None else found.step
         return found
 
     def _newest(self) -> Sealed | None:
@@ -169,7 +186,10 @@ class SealedFolder:
         return function() if self.ranks is None else self.ranks.lead(function)
 
     def _clear(self) -> None:
-        """Remove what was never sealed; put back what was to be replaced by it."""
+        """Remove what was never sealed or is half a file; put back what was to be replaced by it."""
+        for path in self.path.iterdir() if self.path.is_dir() else ():
+            if _HALF_FILE.fullmatch(path.name):
+                path.unlink()
         for path in self._paths().values():
             if (path / _MARK).exists() and not (path / SEAL).exists():
                 shutil.rmtree(path)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memfit.errors import UsageError
-from memfit.training._checkpoint import CheckpointFolder
 from memfit.training._compute import Precision
 from memfit.training._ema import Ema
 from memfit.training._records import Direction, EpochRecord, StepOutcome
+from memfit.training._sealed import SealedFolder
 from memfit.training._step import SafeStep
 
 Evaluate = Callable[[Any, Any], Mapping[str, float]]
@@ -26,7 +26,9 @@ class Setup:
     step: SafeStep
     schedule: torch.optim.lr_scheduler.LRScheduler | None
     ema: Ema | None
-    folder: CheckpointFolder | None
+    keeper: SealedFolder | None
+    keep_epochs: int
+    milestones: Collection[int]
     precision: Precision
     seed: int
     global_batch_size: int | None

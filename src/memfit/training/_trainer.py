@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, Unpack
 
@@ -14,7 +13,6 @@ from pydantic import Field
 
 from memfit.errors import UsageError
 from memfit.rundir import record
-from memfit.training._checkpoint import CheckpointFolder
 from memfit.training._checks import (
     Checked,
     Recovery,
@@ -27,10 +25,10 @@ from memfit.training._compute import PlacedLoss, Precision, place
 from memfit.training._ema import Ema
 from memfit.training._exactness import Loss
 from memfit.training._fit import Fit
-from memfit.training._fsdp import ShardedFolder
 from memfit.training._keyed import Batches
 from memfit.training._process import Stopper
 from memfit.training._records import Direction, EpochRecord, FitResult, SkipPolicy, StepOutcome
+from memfit.training._sealed import SealedFolder
 from memfit.training._setup import Evaluate, Plan, Setup
 from memfit.training._split import Split
 from memfit.training._step import SafeStep
@@ -153,16 +151,15 @@ class Trainer:
             "scaler": None if scaler is None else type(scaler).__name__,
             "schedule": None if schedule is None else _describe(schedule),
             "average": ema is not None,
+            "in shards": is_sharded,
         }
-        folder: CheckpointFolder | None = None
-        if checkpoint_dir is not None:
-            kind = partial(ShardedFolder, step=self.step) if is_sharded else CheckpointFolder
-            folder = kind(Path(checkpoint_dir), keep_epochs, milestones)
         self._setup = Setup(
             step=self.step,
             schedule=schedule,
             ema=ema,
-            folder=folder,
+            keeper=None if checkpoint_dir is None else SealedFolder(checkpoint_dir),
+            keep_epochs=keep_epochs,
+            milestones=frozenset(milestones),
             precision=chosen,
             seed=seed,
             global_batch_size=global_batch_size,
@@ -191,7 +188,7 @@ class Trainer:
 
         SIGTERM, SIGUSR1 and, with a ``checkpoint_dir``, a first Ctrl-C stop the fit after the step under way, with a
         checkpoint. The model is left in evaluation mode with the weights of the *last* epoch; those of the best one lie
-        in ``best_model.pt``.
+        in the folder that ``best`` names.
 
         Args:
             train: The training batches.
@@ -226,7 +223,7 @@ class Trainer:
             num_workers=getattr(plan.train, "num_workers", None),
         )
         with closing(Stopper()) as stop:
-            stop.listen(interrupt=self._setup.folder is not None)
+            stop.listen(interrupt=self._setup.keeper is not None)
             return Fit(self._setup, plan, stop).run()
 
 

@@ -29,8 +29,10 @@ def blend(fold: Output, pattern: str | None, output: Path) -> list[str]:
     """
     from memfit_workloads.averages import average_checkpoints
 
-    saved = {one["path"]: one["name"] for one in fold.facts["outputs"] if one["path"].endswith(".pt")}
-    patterns = [pattern] if pattern else ["ema_epoch_*.pt", "latest_checkpoint.pt"]
+    outputs = {one["name"]: one["path"] for one in fold.facts["outputs"]}
+    saved = {path if path.endswith(".pt") else name: name for name, path in outputs.items()}
+    saved = {path: name for path, name in saved.items() if path.endswith(".pt") or name in ("best", "latest")}
+    patterns = [pattern] if pattern else ["ema_epoch_*.pt", "latest"]
     found = (sorted(fnmatch.filter(saved, one)) for one in patterns)
     chosen = next(filter(None, found), [])
     if not chosen:
@@ -39,7 +41,7 @@ def blend(fold: Output, pattern: str | None, output: Path) -> list[str]:
             f"{', '.join(saved) or 'none'}.",
             rule="blend names the checkpoints of a fold that are averaged; an early stop leaves out snapshots of later "
             "epochs.",
-            remedy="list earlier epochs for the snapshots, or --set params.blend=latest_checkpoint.pt",
+            remedy="list earlier epochs for the snapshots, or --set params.blend=latest",
         )
     average_checkpoints([fold.path(saved[path]) for path in chosen], output)
     return chosen

@@ -123,7 +123,7 @@ def _blend(score: Score, context: Context, params: Any) -> dict[str, Any]:
     context.save("blended", checkpoint)
     context.save("scores", table)
     found = {"sources": sources, "num_dates": len(dates), **_rank_ics(table, "")}
-    newest = fold.dir / "latest_checkpoint.pt"
+    newest = fold.dir / "latest"
     return found | (_rank_ics(score(panel, dates, newest, params), "newest_") if newest.exists() else {})
 
 

@@ -67,7 +67,7 @@ def pretrain(context: Context, params: ForecasterParams) -> dict[str, float]:
     Returns:
         ``train_loss`` and ``valid_loss`` of the last epoch: mean squared errors of standardised features.
     """
-    from memfit.training import seed_everything
+    from memfit.training import checkpoint_path, seed_everything
     from memfit_workloads.forecaster.model import Masked, pretraining_loss
 
     phase("load")
@@ -81,7 +81,7 @@ def pretrain(context: Context, params: ForecasterParams) -> dict[str, float]:
         trainer = _trainer(context, params, model, loss, settings.learning_rate, num_steps)
         result = trainer.fit(batches, fold.in_order(fold.valid_dates), num_epochs=settings.num_epochs)
     last = result.history[-1]
-    context.save("latest_checkpoint", context.dir / "latest_checkpoint.pt")
+    context.save("latest", checkpoint_path(context.dir / "latest"))
     return {"train_loss": last.train_loss, "valid_loss": (last.metrics or {})["valid_loss"]}
 
 
@@ -93,7 +93,7 @@ def train_fold(context: Context, params: ForecasterParams) -> dict[str, float]:
         ``sharpe``; ``h5_rank_ic`` and ``h5_ic`` of each horizon; ``train_loss`` of the last epoch; ``num_epochs`` that
         were trained, ``best_epoch``, and its ``valid_rank_ic`` and ``valid_ic``.
     """
-    from memfit.training import load_checkpoint
+    from memfit.training import checkpoint_path, load_checkpoint
 
     phase("load")
     fold = Fold(context, params)
@@ -113,7 +113,7 @@ def train_fold(context: Context, params: ForecasterParams) -> dict[str, float]:
         )
     phase("validate")
     epoch = result.best_epoch or len(result.history)  # without a figure in any epoch, the last
-    best = context.dir / ("best_model.pt" if result.best_epoch else "latest_checkpoint.pt")
+    best = checkpoint_path(context.dir / ("best" if result.best_epoch else "latest"))
     model.load_state_dict(load_checkpoint(best)["model"])
     scores = _scores(model, fold.in_order(fold.test_dates), fold, params)
     context.save("scores", scores)
@@ -190,7 +190,7 @@ def _started_model(context: Context, params: ForecasterParams, fold: Fold) -> Fo
     seed_everything(context.seed)
     model = _new_model(params, fold)
     if "pretrain" in context.needs:
-        trained = load_checkpoint(context["pretrain"].path("latest_checkpoint"))["model"]
+        trained = load_checkpoint(context["pretrain"].path("latest"))["model"]
         own = {f"forecaster.{name}": name for name in model.encoder_state()}
         model.load_encoder_state({own[name]: value for name, value in trained.items() if name in own})
     return model.to(_device(params))

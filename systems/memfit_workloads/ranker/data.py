@@ -43,13 +43,13 @@ def check_judging(params: RankerParams) -> None:
             remedy="choose another period: --set params.start_date=... --set params.end_date=...",
         )
     epochs, pattern = range(1, params.train.num_epochs + 1), params.blend
-    saved = ["latest_checkpoint.pt", *(["best_model.pt"] if params.train.valid_share else [])]
+    saved = ["latest", *(["best"] if params.train.valid_share else [])]
     saved += [f"ema_epoch_{epoch}.pt" for epoch in params.train.ema_epochs if epoch in epochs]
-    if pattern and not fnmatch.filter([*saved, *(f"checkpoint_epoch_{epoch}.pt" for epoch in epochs)], pattern):
+    if pattern and not fnmatch.filter(saved, pattern):
         raise ConfigError(
             f"no fold saves a checkpoint that matches '{pattern}'.",
             rule=f"blend names the checkpoints of a fold that are averaged: {', '.join(saved)}.",
-            remedy="--set params.blend=latest_checkpoint.pt, or --set params.train.ema_epochs=[...]",
+            remedy="--set params.blend=latest, or --set params.train.ema_epochs=[...]",
         )
 
 

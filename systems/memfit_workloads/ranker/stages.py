@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 def train_fold(context: Context, params: RankerParams) -> dict[str, float]:
     """Train one fold, score its test dates, and save the scores as a table."""
+    from memfit.training import checkpoint_path
+
     phase("load")
     panel, train_dates, test_dates = finance.fold_of(context)
     fit_dates, valid_dates = hold_out(train_dates, params.train.valid_share, max(params.data.labels))
@@ -51,8 +53,8 @@ def train_fold(context: Context, params: RankerParams) -> dict[str, float]:
         place = np.searchsorted(panel.dates, scores.column("date").to_numpy().astype("datetime64[D]"))
         scores = scores.append_column("path", pa.array(paths[place]))
     context.save("scores", scores)
-    for path in sorted(context.dir.glob("*.pt")):  # what is blended then counts as a result
-        context.save(path.stem, path)
+    for path in sorted([*context.dir.glob("*.pt"), *context.dir.glob("best"), context.dir / "latest"]):
+        context.save(path.stem, checkpoint_path(path))  # what is blended then counts as a result
     found = fold_metrics(scores, params.data, params.train.k_ratio)
     found |= {"train_loss": result.history[-1].train_loss, "num_epochs": len(result.history)}
     if params.train.ema_epochs:
@@ -113,7 +115,7 @@ def _scored(model: PatchRanker, ema: Ema | None, folder: Path, settings: TrainPa
     from memfit.training import load_checkpoint
 
     if settings.scored == "best":
-        model.load_state_dict(load_checkpoint(folder / "best_model.pt")["model"])
+        model.load_state_dict(load_checkpoint(folder / "best")["model"])
     with ema.applied(model) if ema is not None and settings.scored == "ema" else contextlib.nullcontext():
         yield
 
@@ -172,7 +174,7 @@ def _model(
     model = _new_model(panel, params)
     model.scale.set(*map(torch.from_numpy, scale_of(panel, dates)))
     if context.previous is not None:
-        model.load_state_dict(load_checkpoint(context.previous.path("latest_checkpoint"))["model"])
+        model.load_state_dict(load_checkpoint(context.previous.path("latest"))["model"])
     settings = params.train
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True

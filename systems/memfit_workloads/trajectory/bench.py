@@ -251,7 +251,7 @@ def _weights(checkpoints: Path) -> str:
     """Return a digest of the weights that a training has left."""
     from memfit.training import load_checkpoint
 
-    (path,) = checkpoints.glob("train_*/best_model.pt")
+    (path,) = checkpoints.glob("train_*/best")
     state = load_checkpoint(path)["model"]
     return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()[:16]
 

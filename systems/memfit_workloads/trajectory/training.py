@@ -17,7 +17,15 @@ from torch.utils.data import DataLoader
 
 from memfit.pipeline import Context
 from memfit.rundir import phase
-from memfit.training import KeyedDataset, KeyedSampler, Trainer, find_device, load_checkpoint, seed_everything
+from memfit.training import (
+    KeyedDataset,
+    KeyedSampler,
+    Trainer,
+    checkpoint_path,
+    find_device,
+    load_checkpoint,
+    seed_everything,
+)
 from memfit_workloads.trajectory.data import SPLITS, Scenes
 from memfit_workloads.trajectory.model import TrajectoryScorer, distances
 from memfit_workloads.trajectory.params import ModelParams, TrajectoryParams
@@ -108,7 +116,7 @@ def train(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     )
     scenes = [scenes_of(context, split) for split in ("train", "valid")]
     result = trainer.fit(*(loader(one, params, context.seed) for one in scenes), num_epochs=settings.max_epochs)
-    context.save("best", (context.dir / "best_model.pt").resolve())
+    context.save("best", checkpoint_path(context.dir / "best"))
     return {
         "best_epoch": result.best_epoch,
         "train_loss": result.history[-1].train_loss,

@@ -190,11 +190,11 @@ def test_without_snapshots_the_newest_weights_are_judged(judging):
     here = judging()
     manifest = here.manifest("fold", 1)
     facts = json.loads(manifest.read_text())
-    newest = facts["outputs"][-1] | {"name": "latest_checkpoint", "path": "latest_checkpoint.pt"}
-    (manifest.with_suffix("") / "ema_epoch_2.pt").rename(manifest.with_suffix("") / "latest_checkpoint.pt")
+    newest = facts["outputs"][-1] | {"name": "latest", "path": "step-2"}
+    (manifest.with_suffix("") / "ema_epoch_2.pt").rename(manifest.with_suffix("") / "step-2")
     made = {"result": facts["result"], "outputs": [newest]}
     manifest.write_text(json.dumps(facts | made | {"digest": digest_of(**made)}))
-    assert here.run("blend", 1).result["sources"] == ["latest_checkpoint.pt"]
+    assert here.run("blend", 1).result["sources"] == ["latest"]
 
 
 def test_a_period_leaves_out_the_folds_without_its_dates(judged, judging):

@@ -263,7 +263,7 @@ def test_an_encoder_that_was_pretrained_starts_a_folds_training(tmp_path, monkey
     monkeypatch.setattr(stages, "DayBatches", fitted)
 
     warm = stages._started_model(*parts(here))
-    encoder = load_checkpoint(pretrained.path("latest_checkpoint"))["model"]
+    encoder = load_checkpoint(pretrained.path("latest"))["model"]
     for name, value in warm.state_dict().items():
         if name.startswith("heads."):
             assert torch.equal(value, cold.state_dict()[name])
@@ -402,7 +402,7 @@ def test_the_forecaster_killed_in_an_epoch_leaves_what_its_stages_leave_here(tmp
     killed = kills.run(tmp_path, kill_at=[kills.epoch("fold_2", 1)])
     left = kills.numbers_in(here.run_dir)
     assert kills.numbers_in(killed.path) == left
-    assert {"pretrain_1", "fold_2/latest_checkpoint.pt", "stage_evaluate"} < set(left)
+    assert {"pretrain_1", "fold_2/latest", "stage_evaluate"} < set(left)
     expected = Counter((f"{stage}_{fold}", epoch) for stage, last in (("pretrain", 1), ("fold", 2))
                        for fold in (1, 2) for epoch in range(1, last + 1))  # fmt: skip
     assert kills.epochs(killed) == expected

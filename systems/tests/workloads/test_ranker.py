@@ -102,11 +102,11 @@ def test_the_reported_figures_are_those_of_the_saved_scores_on_test_dates_alone(
 
 def test_a_checkpoint_scores_any_dates_and_the_test_dates_as_the_fold_did(planted):
     _, _, fold = planted
-    assert fold.scored_by("latest_checkpoint.pt").equals(fold.scores)
+    assert fold.scored_by("latest").equals(fold.scores)
     average = fold.scored_by("ema_epoch_4.pt")
     assert average.select(["date", "code", "target_h1"]).equals(fold.scores.select(["date", "code", "target_h1"]))
     assert not average.equals(fold.scores)
-    newest = fold.scored_by("latest_checkpoint.pt", np.array([278, 279]))
+    newest = fold.scored_by("latest", np.array([278, 279]))
     assert (
         newest.column("target_h1").null_count
         == newest.num_rows
@@ -118,11 +118,11 @@ def test_a_checkpoint_scores_any_dates_and_the_test_dates_as_the_fold_did(plante
 
 def test_checkpoints_say_where_they_belong_and_the_step_size_has_come_down(planted):
     params, metrics, fold = planted
-    for name in ("latest_checkpoint.pt", "ema_epoch_3.pt", "best_model.pt"):
+    for name in ("latest", "ema_epoch_3.pt", "best"):
         found = finance.read_provenance(fold.dir / name)
         assert (found.fold, found.panel, found.label_dates) == (1, fold.panel.fingerprint, 5)
         assert found.params["train"]["num_epochs"] == 4 and "gate" not in found.params
-    (group,) = load_checkpoint(fold.dir / "latest_checkpoint.pt")["optimizer"]["param_groups"]
+    (group,) = load_checkpoint(fold.dir / "latest")["optimizer"]["param_groups"]
     assert group["lr"] == pytest.approx(params.train.learning_rate * params.train.final_share, rel=0.01)
     assert (metrics["num_epochs"], metrics["num_snapshots"]) == (4, 2)
     assert "warm_start" not in metrics
@@ -131,10 +131,10 @@ def test_checkpoints_say_where_they_belong_and_the_step_size_has_come_down(plant
 def test_a_fold_run_again_trains_nothing_and_reports_the_same(planted):
     _, metrics, fold = planted
     before = (fold.dir / "scores.feather").read_bytes()
-    saved = (fold.dir / "latest_checkpoint.pt").stat().st_mtime_ns
+    saved = (fold.dir / "latest").stat().st_mtime_ns
     assert fold.train() == metrics
     assert (fold.dir / "scores.feather").read_bytes() == before
-    assert (fold.dir / "latest_checkpoint.pt").stat().st_mtime_ns == saved
+    assert (fold.dir / "latest").stat().st_mtime_ns == saved
 
 
 def test_what_is_fitted_and_validated_is_of_the_training_dates_and_apart(tmp_path, monkeypatch):
@@ -164,23 +164,21 @@ def test_what_is_fitted_and_validated_is_of_the_training_dates_and_apart(tmp_pat
     values = fold.panel.values[fit_dates].reshape(-1, 2).astype(np.float64)
     assert mean == pytest.approx(np.nanmean(values, axis=0), abs=1e-5)
     assert sd == pytest.approx(np.nanstd(values, axis=0), abs=1e-5)
-    saved = load_checkpoint(fold.dir / "latest_checkpoint.pt")["model"]
+    saved = load_checkpoint(fold.dir / "latest")["model"]
     assert np.array_equal(saved["scale.mean_F"].numpy(), mean)
     assert np.array_equal(saved["scale.sd_F"].numpy(), sd)
 
 
-@pytest.mark.parametrize(
-    ("scored", "name"), [("last", "latest_checkpoint.pt"), ("best", "best_model.pt"), ("ema", "ema_epoch_3.pt")]
-)
+@pytest.mark.parametrize(("scored", "name"), [("last", "latest"), ("best", "best"), ("ema", "ema_epoch_3.pt")])
 def test_the_scored_weights_are_those_that_were_asked_for(tmp_path, monkeypatch, scored, name):
     falling = iter([0.9, 0.2, 0.1])
     monkeypatch.setattr(stages, "validation_metrics", lambda scores, params: {"valid_lift": next(falling)})
     params = make_params(SMALL, num_epochs=3, ema_epochs=(3,), scored=scored)
     fold = Fold(tmp_path, params)
     fold.train()
-    tables = {file: fold.scored_by(file) for file in ("latest_checkpoint.pt", "best_model.pt", "ema_epoch_3.pt")}
+    tables = {file: fold.scored_by(file) for file in ("latest", "best", "ema_epoch_3.pt")}
     assert [file for file, table in tables.items() if table.equals(fold.scores)] == [name]
-    assert load_checkpoint(fold.dir / "best_model.pt")["epoch"] == 1
+    assert load_checkpoint(fold.dir / "best")["epoch"] == 1
 
 
 def test_an_early_stop_is_on_validation_and_reports_the_snapshots_that_are_missing(tmp_path, monkeypatch):
@@ -200,8 +198,8 @@ def test_a_fold_takes_the_gpu_where_there_is_one(tmp_path):
     fold = Fold(tmp_path, params)
     assert next(stages._model(fold.context, fold.panel, params, fold.train_dates)[0].parameters()).is_cuda
     fold.train()
-    assert load_checkpoint(fold.dir / "latest_checkpoint.pt")["identity"]["precision"] is not None
-    assert fold.scored_by("latest_checkpoint.pt").num_rows == fold.scores.num_rows
+    assert load_checkpoint(fold.dir / "latest")["identity"]["precision"] is not None
+    assert fold.scored_by("latest").num_rows == fold.scores.num_rows
 
 
 @pytest.mark.proves("S0-45", "C-48")
@@ -212,7 +210,7 @@ def test_a_warm_start_begins_with_the_weights_of_the_fold_before_and_says_so(tmp
     assert first.train()["warm_start"] == 1
     second = Fold(tmp_path, params, 2, previous=Output(first.here.manifest("fold", 1)))
     assert set(first.train_dates) < set(second.train_dates)
-    trained = load_checkpoint(first.dir / "latest_checkpoint.pt")["model"]
+    trained = load_checkpoint(first.dir / "latest")["model"]
     warm = stages._model(second.context, second.panel, params, second.train_dates)[0].state_dict()
     assert all(torch.equal(warm[name], trained[name]) for name in trained)
     second.context.previous = None

@@ -39,6 +39,6 @@ def test_the_ranker_killed_in_an_epoch_leaves_what_its_stages_leave_here(tmp_pat
     left, found = (kills.numbers_in(one) for one in (here.run_dir, killed.path))
     assert found.pop("stage_decision")["metric"] == "h2_rank_ic"
     assert found == left
-    assert {"blend_1", "fold_2", "fold_2/latest_checkpoint.pt", "stage_backtest"} < set(left)
+    assert {"blend_1", "fold_2", "fold_2/latest", "stage_backtest"} < set(left)
     assert (killed.path / "kfold_results.feather").is_file()
     assert kills.epochs(killed) == Counter((f"fold_{fold}", epoch) for fold in (1, 2) for epoch in (1, 2, 3))

@@ -74,7 +74,7 @@ def test_killed_in_an_epoch_it_leaves_what_its_stages_leave_here(tmp_path, one_t
     config(tmp_path)
     killed = kills.run(tmp_path, kill_at=[kills.epoch("train", 1)])
     left, found = (kills.numbers_in(one) for one in (here.run_dir, killed.path))
-    assert "stage_train/latest_checkpoint.pt" in left and found == left
+    assert "stage_train/latest" in left and found == left
     result = left["stage_train"]
     assert result["equation"] == "4 samples x 2 microbatches x 1 device = 8 samples an update"
     assert result["capabilities"]["attention"] == "sdpa"
@@ -490,7 +490,7 @@ def test_adafactor_trains_with_hardly_any_state_and_a_falling_loss(tmp_path):
     here = StagesHere(tmp_path, RECIPES, RecipesParams(**SMALL | changed))
     for name in ("index", "tokenize", "train"):
         here.run(name)
-    saved = load_checkpoint(here.manifest("train").with_suffix("") / "latest_checkpoint.pt")
+    saved = load_checkpoint(here.manifest("train").with_suffix("") / "latest")
     last = Output(here.manifest("train")).result["valid_loss"]
     assert len(saved["history"]) == 4 and last < saved["history"][0]["metrics"]["valid_loss"]
     states = [one for state in saved["optimizer"]["state"].values() for one in state.values()]

@@ -17,7 +17,7 @@ from memfit import run  # noqa: E402
 from memfit.errors import ConfigError, DataError  # noqa: E402
 from memfit.pipeline import Output  # noqa: E402
 from memfit.rundir import RunDir  # noqa: E402
-from memfit.training import EpochRecord, StepOutcome  # noqa: E402
+from memfit.training import EpochRecord, StepOutcome, load_checkpoint  # noqa: E402
 from memfit_workloads.video import data, scores, stages, training  # noqa: E402
 from memfit_workloads.video.params import VideoParams  # noqa: E402
 from stages_here import StagesHere  # noqa: E402
@@ -75,8 +75,8 @@ def outputs(path):
     for file in sorted((path / "checkpoints").rglob("*")):
         if file.suffix in (".feather", ".npy") or file.name == "clips.json":
             found[str(file.relative_to(path))] = file.read_bytes()
-        if file.name == "latest_checkpoint.pt":
-            weights = torch.load(file, weights_only=False)["model"]
+        if file.name == "latest":
+            weights = load_checkpoint(file)["model"]
             found[str(file.relative_to(path))] = {name: value.numpy().tobytes() for name, value in weights.items()}
     return found
 
@@ -88,9 +88,8 @@ def test_the_tree_is_that_of_the_report_and_what_was_decided_is_stored(whole):
         assert (checkpoints / f"stage_{stage}.json").is_file(), stage
     for fold in (1, 2):
         folder = checkpoints / f"fold_{fold}"
-        assert {"best_model.pt", "latest_checkpoint.pt", "checkpoint_epoch_2.pt"} <= {
-            one.name for one in folder.iterdir()
-        }
+        assert {"best", "latest"} < {one.name for one in folder.iterdir()}
+        assert load_checkpoint(folder / "latest")["epoch"] == 2
         found = Output(whole.manifest("fold", fold)).result
         assert {"auc", "accuracy", "train_accuracy", "gap", "majority", "file_statistics"} <= {*found}
         assert found["microbatch_size"] == found["batch_size"] == 8
