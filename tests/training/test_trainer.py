@@ -196,7 +196,7 @@ def test_a_signal_stops_after_the_step_and_the_next_start_goes_on_there(tmp_path
 
 def test_a_signal_without_a_folder_says_what_that_means():
     data = Shuffled()
-    with pytest.raises(StoppedError, match="without checkpoint_dir nothing is saved"):
+    with pytest.raises(StoppedError, match="nothing is saved: it will start over"):
         make(loss=stop_at(1, 1, signal.SIGTERM, data)).fit(data, num_epochs=3, preflight=False)
 
 
@@ -276,7 +276,7 @@ def test_a_resume_with_another_model_or_other_data_is_refused(tmp_path):
     sgd = torch.optim.SGD(model.parameters())
     with pytest.raises(UsageError, match=r"made otherwise\. optimizer: AdamW then, SGD now\.\n"):
         Trainer(model, loss=squared, optimizer=sgd, checkpoint_dir=tmp_path, seed=1).fit(Shuffled(), num_epochs=2)
-    with pytest.raises(UsageError, match="holds another model"):
+    with pytest.raises(UsageError, match=r"cannot be loaded: RuntimeError: .*size mismatch"):
         Trainer(wider, loss=squared, optimizer=optimizer, checkpoint_dir=tmp_path, seed=1).fit(Shuffled(), num_epochs=2)
 
 

@@ -11,39 +11,45 @@ import shutil
 import signal
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from memfit.errors import DataError, DoesNotFitError, HalfUpdatedError, StoppedError, UsageError
+from memfit.errors import DataError, DoesNotFitError, HalfUpdatedError, UsageError
 from memfit.rundir import CANARY_STEPS, canary_over, is_canary, loader_settings, record
-from memfit.training._beat import beat, keep_beats
-from memfit.training._checkpoint import PARTS, CheckpointWarning, save_checkpoint, tensor_bytes
+from memfit.training._beat import beat
+from memfit.training._checkpoint import CheckpointWarning, save_checkpoint, tensor_bytes
 from memfit.training._deal import own_part
 from memfit.training._ema import Ema
-from memfit.training._fsdp import save_shards, shard_bytes
-from memfit.training._journal import Journal, Unheard
+from memfit.training._fit_parts import FitParts, Progress, tell_other_ranks
+from memfit.training._fsdp import shard_bytes
+from memfit.training._identity import check_environment, optimizer_identity
+from memfit.training._journal import Journal
 from memfit.training._keyed import TrainingData, refuse_own_generators
+from memfit.training._oom import release
 from memfit.training._preflight import find_longest, preflight
-from memfit.training._process import Stopper, rng_state, seed_rank
+from memfit.training._process import seed_rank
 from memfit.training._ranks import SAVE, Ranks
 from memfit.training._records import MEASURED, FitResult
-from memfit.training._resume import BEST, LATEST, Progress, Resume
+from memfit.training._session import Due, Position, Session
 from memfit.training._setup import Plan, Setup
 from memfit.training._split import samples_in
 from memfit.training._validation import Validation, attempt_twice
 from memfit.units import format_bytes
 
-_KEPT_STEPS = 2
+#: The names of the checkpoints that a user may look for.
+LATEST, BEST = "latest", "best"
+_KEPT_STEPS, _MAX_ROLLBACKS = 2, 3
 _PLAIN_VALUES_BYTES = 1 << 16  # of a checkpoint, beside its tensors
 
 
 class Fit:
-    def __init__(self, setup: Setup, plan: Plan, stop: Stopper) -> None:
-        self.setup, self.plan, self.stop = setup, plan, stop
+    def __init__(self, setup: Setup, plan: Plan) -> None:
+        self.setup, self.plan = setup, plan
         self.step, self.ema, self.keeper = setup.step, setup.ema, setup.keeper
         self.device = next(self.step.model.parameters()).device
         self.ranks = setup.step.ranks
@@ -54,36 +60,31 @@ class Fit:
             refuse_own_generators(plan.valid)
         self.batches_per_step = self.data.batches_per_step(setup.global_batch_size, self.step.split)
         self.num_steps = math.ceil(len(plan.train) / self.batches_per_step)
-        self.progress, self.journal = Progress(), (Journal if self.is_first else Unheard)(plan.num_epochs)
-        if self.ranks is not None:
-            self._join(self.ranks)
+        self.progress = Progress()
         self.validation = Validation(setup, plan, self._where, self._stop_alone)
-        self.resume = Resume(setup, plan, self.data, self.validation, self.journal, self.num_steps)
-        self._is_open = self._has_room = self._is_proved = False
-        self._is_saved = True  # or nothing was done yet
+        self.parts = FitParts(setup, self.progress, validation=self.validation, data=self.data)
+        self.session = Session(self.parts, self.keeper, allow=None)
+        self._is_open = self._has_room = False
         self._next_save = 0.0
+        self._rollbacks: Counter[int] = Counter()
 
     def run(self) -> FitResult:
         """Train from the newest whole checkpoint, or the start, to the last epoch's end."""
-        try:
-            with self.keeper.held() if self.keeper is not None and self.is_first else nullcontext():
+        with self.session:
+            try:
                 return self._run()
-        except BaseException as error:
-            if self.step.team is not None:
-                self.step.team.fail(error)
-            raise
-        finally:
-            beat("end")  # what follows is the script's own
+            except BaseException as error:
+                if self.step.team is not None:
+                    self.step.team.fail(error)
+                raise
 
-    def _join(self, ranks: Ranks) -> None:
-        """Take this rank's part of the data, and tell in each vote what it wants."""
-        self.data.deal(self.batches_per_step, self.step.split, ranks)
-        ranks.is_over, ranks.wants = False, self._wants
-        if self.keeper is not None:
-            keep_beats(self.keeper.path)
-        if self.step.team is not None:
-            self.step.team.parts += [self.ema] if self.ema is not None else []
-            self.step.team.folder = self.step.team.folder or (self.keeper.path if self.keeper is not None else None)
+    @property
+    def at(self) -> Position:
+        return self.session.position
+
+    @property
+    def journal(self) -> Journal:
+        return self.session.journal
 
     def _run(self) -> FitResult:
         try:
@@ -96,8 +97,7 @@ class Fit:
                     break
                 except HalfUpdatedError as error:
                     half = error
-                self._is_open = False
-                self._go_on_from(self.resume.go_back(half, self.progress.position))
+                self._go_back(half)
         except RuntimeError as error:  # wherever it struck: torch raises a worker's death from a signal handler
             if (death := self.data.workers.explain(error)) is None:
                 raise
@@ -114,23 +114,71 @@ class Fit:
 
     def _begin(self) -> int | None:
         """Resume or start anew; return the number of whole epochs that a resume goes on from."""
+        session, setup, plan = self.session, self.setup, self.plan
+        if self.ranks is not None:
+            self._join(self.ranks)
+        self.journal.num_epochs = plan.num_epochs
         if self.ema is not None:
             self.ema.prepare(self.step.model)
-        found = self.resume.newest()
-        if found is None:
-            seed_rank(self.setup.seed, 0 if self.ranks is None else self.ranks.rank)
-        else:
-            self._go_on_from(found)
+        if self.keeper is None:
+            session.listen(interrupt=False)
+        path = session.open()
+        best = f"{plan.direction} {plan.best_metric}" if plan.valid is not None else "no validation"
+        if path is not None and (self.at.epoch, self.at.epoch_step) > (plan.num_epochs, 0):
+            raise UsageError(
+                f"{path} has {self.at.epoch} whole epochs, and num_epochs is {plan.num_epochs}.",
+                rule="a fit goes on from its newest checkpoint; it cannot go back.",
+                remedy=f"pass num_epochs={self.at.epoch + bool(self.at.epoch_step)} or more, or another checkpoint_dir",
+            )
+        is_judged = path is None or session.facts.get("is_judged", True)
+        session.compare(
+            **{"steps per epoch": self.num_steps, **setup.identity, **self.data.identity()},
+            **optimizer_identity(self.step.optimizer, scheduled=setup.schedule is not None),
+            best=best if is_judged else session.facts["identity"]["best"],  # a wrong best_metric can be put right
+        )
+        session.identity["best"] = best
+        rank = 0 if self.ranks is None else self.ranks.rank
+        if (found := session.resumed) is None or "now" not in found.drawn:
+            seed_rank(setup.seed, rank)
+        if found is not None and self.is_first:
+            tell_other_ranks(found, session.facts["ranks"], self.ranks, setup.seed)
+            check_environment(found.path, session.facts["environment"])
+        self._go_on()
         if self.step.team is not None:
             self.step.team.read_size()
         history = self.progress.history
-        if len(history) < self.plan.num_epochs and not self.plan.is_early(history):
+        if len(history) < plan.num_epochs and not plan.is_early(history):
             self._prepare(save=self._save if found is None and self.keeper is not None else None)
         return None if found is None else len(history)
 
-    def _go_on_from(self, progress: Progress) -> None:
-        self.progress, self._is_saved = progress, True
+    def _join(self, ranks: Ranks) -> None:
+        """Take this rank's part of the data, and tell in each vote what it wants."""
+        self.data.deal(self.batches_per_step, self.step.split, ranks)
+        self.session.join(ranks)
+        self.session.stopper.join(ranks)
+        ranks.is_over, ranks.wants = False, self._wants
+        if self.step.team is not None:
+            self.step.team.parts += [self.ema] if self.ema is not None else []
+            self.step.team.folder = self.step.team.folder or (self.keeper.path if self.keeper is not None else None)
+
+    def _go_on(self) -> None:
+        self.session.begin()
+        self.session.restore_draws()
+        if self.keeper is not None and self.is_first and self.session.resumed is not None:
+            self.keeper.mark(LATEST, self.at.step)
         self._next_save = time.monotonic() + self.setup.checkpoint_seconds
+
+    def _go_back(self, error: HalfUpdatedError) -> None:
+        """Go back to the newest checkpoint after an optimizer step that an out-of-memory left half-way."""
+        at, self._is_open = self.at, False
+        self._rollbacks[at.step] += 1
+        self.data.close()
+        if self._rollbacks[at.step] <= _MAX_ROLLBACKS:
+            self.session.go_back()
+        if self.session.resumed is None or self._rollbacks[at.step] > _MAX_ROLLBACKS:
+            raise error
+        release(error)
+        record("rollback", from_epoch=at.epoch, from_step=at.epoch_step, error=error.what)
 
     def _prepare(self, save: Callable[[], Path | None] | None) -> None:
         """Allocate what the first step would, and try the largest batch of each phase."""
@@ -140,7 +188,7 @@ class Fit:
             if save is not None:
                 save()
             return
-        self.data.set_epoch(self.progress.epoch)
+        self.data.set_epoch(self.at.epoch + 1)
         longest, num_batches = find_longest(plan.train, seconds), self.batches_per_step
         if self.ranks is not None:
             parts = own_part([longest.batch] * num_batches, self.step.split, 0, self.ranks.size)
@@ -149,7 +197,7 @@ class Fit:
         if not (plan.valid is None or isinstance(plan.valid, Mapping) or hasattr(plan.valid, "__array__")):
             with suppress(TypeError, UsageError):  # only evaluate knows what it is
                 validate = partial(self.validation.try_one, find_longest(plan.valid, seconds).batch)
-        if self.progress.step or not self.progress.history:  # else a validation is still to be done before
+        if self.at.epoch_step or not self.progress.history:  # else a validation is still to be done before
             self._open_epoch()
             self._meet()
         preflight(self.step, longest=longest, validate=validate, save=save, num_batches=num_batches)
@@ -176,11 +224,12 @@ class Fit:
     def _advance(self) -> None:
         history, num_epochs = self.progress.history, self.plan.num_epochs
         is_done = False
-        if history and not self.progress.step:
+        if history and not self.at.epoch_step:
             is_done = self._finish_epoch()  # of a resumed fit: its validation is still to be done
         while len(history) < num_epochs and not is_done:
             self._train_epoch()
-            self._save()
+            if self.keeper is not None:
+                self._save()
             is_done = self._finish_epoch()
         if (done := len(history)) < num_epochs:
             best, metric = self.plan.best_epoch(history), self.plan.best_metric
@@ -191,7 +240,7 @@ class Fit:
         if self._is_open:
             return
         began = time.perf_counter()
-        self.data.open(self.progress.epoch, self.progress.num_batches, self._stop_alone)
+        self.data.open(self.at.epoch + 1, self.at.batch, self._stop_alone)
         waited = time.perf_counter() - began  # for workers to start, or for batches that are run forward
         self.journal.took(waited, waited)
         self._is_open = True
@@ -204,26 +253,27 @@ class Fit:
         self.journal.loaders(loader_settings(plan.train) | own | valid | accumulation)
 
     def _train_epoch(self) -> None:
-        progress, num_batches = self.progress, len(self.plan.train)
+        num_batches = len(self.plan.train)
         self._say_loaders()
         self.journal.begin_epoch()
         self.journal.phase("train")
         self.step.model.train()
         self._open_epoch()
         while True:
-            if progress.num_batches < num_batches:  # else the epoch is saved as a whole
+            if self.at.batch < num_batches:  # else the epoch is saved as a whole
                 self._stop_or_save()
             if not self._step():
                 break
         self.data.close()
         self._is_open = False
-        if progress.step == 0:
+        if self.at.epoch_step == 0:
             raise DataError(
-                f"Epoch {progress.epoch} gave no batch, and {num_batches} were announced.",
+                f"Epoch {self.at.epoch + 1} gave no batch, and {num_batches} were announced.",
                 rule="training data must be iterable once per epoch; a bare generator is used up after one.",
                 remedy="pass a list, a DataLoader or another object whose iteration starts anew each time",
             )
-        progress.end_epoch(self.journal.pace())
+        self.progress.end_epoch(self.at.epoch_step, self.journal.pace())
+        self.session.end_epoch()
 
     def _step(self) -> bool:
         began = time.perf_counter()
@@ -232,17 +282,17 @@ class Fit:
         waited = time.perf_counter() - began
         if not num_batches:
             return False
-        step, progress = self.step, self.progress
-        step.where = {"epoch": progress.epoch, "step": progress.step + 1, "num_steps": self.num_steps}
+        step, at = self.step, self.at
+        step.where = {"epoch": at.epoch + 1, "step": at.epoch_step + 1, "num_steps": self.num_steps}
         outcome = step(*batches)
         if not outcome.skipped:
             if self.setup.schedule is not None:
                 self.setup.schedule.step()
             if self.ema is not None:
                 self.ema.update(step.model)
-        progress.add_step(outcome, num_batches)
-        self._is_saved = self.keeper is None  # nothing can be saved then
-        self.journal.step(step.where, outcome.loss if outcome.weight else None, self.device)
+        self.progress.add_step(outcome)
+        at.batch += num_batches
+        self.session.stepped(outcome.loss if outcome.weight else None, self.num_steps, self.device, has_voted=True)
         if self.setup.on_step is not None and self.is_first:
             self.setup.on_step(outcome)
         num_samples = sum(map(samples_in, batches)) * (1 if self.ranks is None else self.ranks.size)
@@ -250,7 +300,7 @@ class Fit:
         return True
 
     def _where(self) -> dict[str, Any]:
-        return {"epoch": self.progress.epoch, "step": self.progress.step}
+        return {"epoch": self.at.epoch + 1, "step": self.at.epoch_step}
 
     def _finish_epoch(self) -> bool:
         """Validate the newest epoch if that is still to be done, keep the best; return whether the fit ends here."""
@@ -264,7 +314,7 @@ class Fit:
             newest = history[-1] = replace(newest, metrics=self.validation.run(self.data))
         if keeper is not None and self.is_first and plan.best_epoch(history) == newest.epoch:
             with keeper.writing():
-                keeper.mark(BEST, self.progress.num_steps)
+                keeper.mark(BEST, self.at.step)
         self._prune()
         numbers = {"train_loss": newest.train_loss, **(newest.metrics or {})}
         pace = {name: value for name in MEASURED if (value := getattr(newest, name)) is not None}
@@ -279,25 +329,20 @@ class Fit:
 
     def _stop_or_save(self) -> None:
         """Stop here if a signal asked for it, with a checkpoint of this moment; or save if the last one is old."""
-        request = self._wants()
-        if self.ranks is not None:
-            request, self.ranks.request = self.ranks.request, 0
-        signal_name = signal.Signals(request).name if request > 0 else None
-        is_due = request != 0
-        if is_due and not self._is_saved:
+        is_time = self._wants() == SAVE if self.ranks is None else self.ranks.request == SAVE
+        due = self.session.due(is_time=is_time)
+        if due and self.session.is_unsaved:
             self._save()
-            if signal_name is None:
-                self.journal.phase("train")
-        if signal_name is not None:
+            self.journal.phase("train")
+        if due is Due.STOP:
             if self.ranks is not None:
                 self.ranks.is_over = True
-            self.journal.stop(signal_name, self.progress.position)
-            raise self._stopped(signal_name)
+            self.session.stop(self._place())
 
     def _wants(self) -> int:
         """Return the number of the signal that was noted, or ``SAVE`` if the last checkpoint is old; else 0."""
-        if self.stop.noted is not None:
-            return int(signal.Signals[self.stop.noted])
+        if self.session.stopper.own is not None:
+            return int(signal.Signals[self.session.stopper.own])
         return SAVE if self.is_first and time.monotonic() >= self._next_save else 0
 
     def _meet(self) -> None:
@@ -309,57 +354,40 @@ class Fit:
         """Stop or save, at a place that ranks come to alone: nothing is to be saved there, and the others are told."""
         if self.ranks is None:
             self._stop_or_save()
-        elif self.stop.noted is not None and not self.step.is_sharded:  # its passes are those of all ranks
-            raise self._stopped(self.stop.noted)
+        elif self.session.stopper.own is not None and not self.step.is_sharded:  # its passes are those of all ranks
+            self.session.stop(self._place())
 
-    def _stopped(self, signal_name: str) -> StoppedError:
-        epoch, step = self.progress.position
+    def _place(self) -> str:
+        epoch, step = self.at.epoch, self.at.epoch_step
         where = f"in epoch {epoch + 1}, after its step {step} of {self.num_steps}" if step else f"after epoch {epoch}"
-        rule = "without checkpoint_dir nothing is saved: it will start over."
-        if self.keeper is not None:
-            rule = f"{self.keeper.path} holds all steps so far: nothing will be repeated."
-        if (epoch, step) == (0, 0):
-            where, rule = "before its first step", "nothing was trained yet: nothing will be repeated."
-        return StoppedError(f"Stopped by {signal_name} {where}.", rule=rule, remedy="run the same command again")
+        return where if self.at.step else "before its first step"
 
-    def _save(self) -> Path | None:
-        """Seal a checkpoint of here, and return its folder; ranks that write nothing of it return None."""
-        keeper, progress, self._is_saved = self.keeper, self.progress, True
-        if keeper is None:
-            return None
+    def _save(self) -> Path:
+        """Seal a checkpoint of here, all ranks together, and return its folder."""
         self.journal.phase("checkpoint")
         self.step.settle()
-        rngs = [rng_state()] if self.ranks is None else self.ranks.gather(rng_state())
-        number = progress.num_steps
-        beat("save")
-        if self.step.is_sharded:
-            if self.is_first:
-                keeper.begin(number)
-            with keeper.writing():
-                save_shards(self.step, keeper.folder_of(number))
-        if not self.is_first:
-            return None
-
-        def save() -> Path:
-            state = self.resume.capture(progress, rngs)
-            self._check_room(tensor_bytes(state) + self.step.pending_bytes)
-            path = keeper.folder_of(number) if self.step.is_sharded else keeper.begin(number)
-            with keeper.writing():
-                save_checkpoint(path / PARTS, state, prove=not self._is_proved)
-            keeper.seal(number, {"epoch": len(progress.history), "epoch_step": progress.step})
-            with keeper.writing():
-                keeper.mark(LATEST, number)
-            return path
-
+        facts = {"ranks": 1 if self.ranks is None else self.ranks.size}
+        facts |= {"is_judged": any(entry.metrics for entry in self.progress.history)}
         remedy = "give more host memory: a checkpoint passes through it on its way to the disk"
-        path = attempt_twice(self.step, "checkpoint", self._where(), save, remedy)
-        self._is_proved = number > 0  # before the first step an optimizer has no state that could be refused
+        twice = partial(attempt_twice, self.step, "checkpoint", self._where(), remedy=remedy)
+        path = self.session.save(self._write, twice, **facts)
         if self.step.team is not None:
             self.step.team.forget_size()
         self._next_save = time.monotonic() + self.setup.checkpoint_seconds
-        if progress.step:
+        if self.keeper is not None and self.is_first:
+            with self.keeper.writing():
+                self.keeper.mark(LATEST, self.at.step)
+        if self.at.epoch_step:
             self._prune()
         return path
+
+    def _write(self, path: Path) -> None:
+        """Write this rank's shards, and on rank 0 all else."""
+        self.parts.save_shards(path)
+        if self.is_first:
+            content = self.parts.content(self.at)
+            self._check_room(tensor_bytes(content) + self.step.pending_bytes)
+            self.parts.write(path, content)
 
     def _prune(self) -> None:
         """Keep the last two within an epoch, the newest epochs, the best one and the milestones."""
@@ -369,7 +397,7 @@ class Fit:
         kept = [*self.setup.milestones, self.plan.best_epoch(self.progress.history) or 0]
         steps = [*ends[-self.setup.keep_epochs :], *(ends[epoch] for epoch in kept if 0 < epoch < len(ends))]
         with keeper.writing():
-            keeper.prune(_KEPT_STEPS if self.progress.step else 1, [keeper.folder_of(step) for step in steps])
+            keeper.prune(_KEPT_STEPS if self.at.epoch_step else 1, [keeper.folder_of(step) for step in steps])
 
     def _check_room(self, num_bytes: int) -> None:
         """Refuse a fit whose checkpoints, of so many bytes each, the disk cannot hold; looked at once."""
@@ -393,7 +421,7 @@ class Fit:
 
     def _save_average(self, ema: Ema, path: Path) -> None:
         """Write the model with its averaged weights, and what tells ``memfit average`` which training it is of."""
-        epoch, facts = len(self.progress.history), {"fit": self.progress.fit, "identity": self.resume.identity}
+        epoch, facts = len(self.progress.history), {"fit": self.progress.fit, "identity": dict(self.setup.identity)}
         with ema.applied(self.step.model):
             state = {"epoch": epoch, "model": self.step.model.state_dict(), "provenance": self.setup.provenance}
             save_checkpoint(path, {**facts, **state})

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from memfit.errors import UsageError
+from memfit.errors import StoppedError, UsageError
 from memfit.rundir import CANARY_STEPS, canary_over, is_canary, loader_settings
 from memfit.training._keyed import _kind_of, keyed_rng
 from memfit.training._loop_parts import LoopParts, length_of, order_of
@@ -330,11 +330,10 @@ class Loop:
     def _settle(self, due: Due) -> None:
         """Save what is not saved, and stop if a signal asked for it."""
         session = self.session
-        if due and session.is_unsaved:
+        if due:
             self._losses[0] = float(self._losses[0])
-            session.journal.phase("checkpoint")
-            session.save(session.parts.save, losses=self._losses)
-            session.journal.phase("train")
-        if due is Due.STOP:
+        try:
+            session.settle(due, session.parts.save, losses=self._losses)
+        except StoppedError:
             session.__exit__(None, None, None)  # nobody closes a generator
-            session.stop()
+            raise

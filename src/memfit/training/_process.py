@@ -153,7 +153,8 @@ class Stopper:
     """Notes SIGTERM, SIGUSR1 or Ctrl-C, for a loop that stops between two steps."""
 
     def __init__(self) -> None:
-        self._noted: str | None = None
+        #: The name of the signal that this process alone has noted.
+        self.own: str | None = None
         self._before: dict[int, Any] = {}
         self._ranks: Any = None
 
@@ -161,13 +162,13 @@ class Stopper:
     def noted(self) -> str | None:
         """The name of the signal that asks for a stop, on any rank at the last vote; None if none does."""
         if self._ranks is None:
-            return self._noted
+            return self.own
         return signal.Signals(self._ranks.request).name if self._ranks.request > 0 else None
 
     def join(self, ranks: Any) -> None:
         """Stop where all ``Ranks`` of a group stop: each tells in its votes what it has noted."""
         self._ranks = ranks
-        ranks.wants = lambda: 0 if self._noted is None else int(signal.Signals[self._noted])
+        ranks.wants = lambda: 0 if self.own is None else int(signal.Signals[self.own])
 
     def vote(self, step: int) -> None:
         """Hear, after an optimizer step, what the other ranks have noted; nothing in a process that trains alone."""
@@ -177,10 +178,10 @@ class Stopper:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            if self._noted is not None:
+            if self.own is not None:
                 raise KeyboardInterrupt
             os.write(2, b"\nstops after this step, with a checkpoint; Ctrl-C again interrupts at once\n")
-        self._noted = signal.Signals(number).name
+        self.own = signal.Signals(number).name
 
     def listen(self, *, interrupt: bool = True) -> None:
         """Note the signals from now on, in the main thread only; with ``interrupt`` also the first Ctrl-C. Again, after
@@ -202,5 +203,6 @@ class Stopper:
     def end(self, where: str, kept: str, **position: int) -> StoppedError:
         """Record the stop, and return what ends the process with exit code 75 when it is raised. ``where`` is how far
         the training is (``after step 730``), ``kept`` a sentence on which checkpoint holds it."""
-        record("stop", signal=self.noted, **position)
-        return StoppedError(f"Stopped by {self.noted} {where}.", rule=kept, remedy="run the same command again")
+        name = self.noted or self.own
+        record("stop", signal=name, **position)
+        return StoppedError(f"Stopped by {name} {where}.", rule=kept, remedy="run the same command again")

@@ -87,7 +87,7 @@ class SealedFolder:
 
     def begin(self, step: int) -> Path:
         """Make and mark the folder of a checkpoint, and return it; a sealed one of that step stays until this is."""
-        beat("save", step)
+        beat("save")
         self._began = time.monotonic()
         self.lead(partial(self._begin, step))
         return self.folder_of(step)
@@ -105,7 +105,7 @@ class SealedFolder:
         """Force the files of a step's folder to disk, hash them, and seal them with these facts (plain values)."""
         if self.ranks is not None:
             self.ranks.settle()  # all have written
-            beat("save", step)
+            beat("save")
         self.lead(partial(self._seal, step, facts))
         self._newest_step = step
         beat("sealed", step, training=str(self.path))

@@ -66,10 +66,18 @@ class Resumed:
     is_loaded: bool = False
 
 
+Attempt = Callable[[Callable[[], object]], object]
+
+
+def _once(action: Callable[[], object]) -> object:
+    return action()
+
+
 class Session:
     """One training: its position, its keeper, its parts. Without a ``keeper`` of checkpoints it is watched alone.
     ``stream`` makes its random numbers functions of seed and position. ``every``: a checkpoint after so many optimizer
-    steps; ``keep``: the newest checkpoints that stay. With 0, the framework decides both."""
+    steps; ``keep``: the newest checkpoints that stay. With 0, the loop decides both. ``allow`` is None where nobody can
+    name a setting that may differ."""
 
     def __init__(
         self,
@@ -79,10 +87,10 @@ class Session:
         stream: KeyedStream | None = None,
         every: int = 0,
         keep: int = 0,
-        allow: Collection[str] = (),
+        allow: Collection[str] | None = (),
     ) -> None:
         self.parts, self.keeper, self.stream = parts, keeper, stream
-        self.every, self.keep, self.allow = every, keep, frozenset(allow)
+        self.every, self.keep, self.allow, self._has_allow = every, keep, frozenset(allow or ()), allow is not None
         self.journal = Journal()
         self.position, self.saved = Position(), Position()
         #: Whether the step under way has taken a batch: nothing can be saved.
@@ -93,7 +101,7 @@ class Session:
         self.identity: dict[str, Any] = {}
         self.data: Mapping[str, Any] | None = None
         self.at_end = ExitStack()
-        self._stopper = Stopper()
+        self.stopper = Stopper()
         self._made: tuple[Any, Any] = (None, None)
 
     @property
@@ -139,7 +147,7 @@ class Session:
             self.stream.rank = ranks.rank
         if self.keeper is not None:
             self.keeper.ranks = ranks
-            self._stopper.join(ranks)
+            self.stopper.join(ranks)
             keep_beats(self.keeper.path)
             leave_uncaught()  # an error in a generator's consumer passes no end
 
@@ -151,8 +159,10 @@ class Session:
         self.beat("load")
         self.at_end.enter_context(self.keeper.held())
         self.listen()
-        self.at_end.callback(self._stopper.close)
-        path, found = (choose or self._newest)()
+        return self._find(choose or self._newest)
+
+    def _find(self, choose: Callable[[], tuple[Path | None, Sealed | None]]) -> Path | None:
+        path, found = choose()
         if path is not None:
             self.resumed = Resumed(path, found, {} if found is None else self._read_draws(path))
         if found is not None:
@@ -165,9 +175,17 @@ class Session:
         found = self.keeper.newest()
         return None if found is None else found.path, found
 
-    def listen(self) -> None:
+    def listen(self, *, interrupt: bool = True) -> None:
         """Hear the signals that stop; again, after a framework has put its own handlers in their place."""
-        self._stopper.listen()
+        self.stopper.listen(interrupt=interrupt)
+        self.at_end.callback(self.stopper.close)
+
+    def go_back(self) -> None:
+        """Take the newest checkpoint once more, in a training that has begun; ``resumed`` is None if there is none."""
+        self.resumed = None
+        if self.keeper is not None and self._find(self._newest) is not None:
+            self.begin()
+            self.restore_draws()
 
     def compare(self, **settings: Any) -> None:
         """Refuse the checkpoint of another training; an allowed change is an event."""
@@ -177,7 +195,8 @@ class Session:
             if saved["seed"] is None and not self.position.epoch_step:  # between two epochs it may become exact
                 allow |= stream_identity(None).keys()
             assert self.resumed is not None
-            self.resumed.changed |= refuse_changed(self.resumed.path, saved, self.identity, allow)
+            named = allow if self._has_allow else None
+            self.resumed.changed |= refuse_changed(self.resumed.path, saved, self.identity, named)
 
     def begin(self) -> None:
         """Put the parts back, with the settings of now where that is allowed; say where the training goes on."""
@@ -250,65 +269,84 @@ class Session:
             self.stream.step(self.position.step)
         self.beat("microbatch")
 
-    def stepped(self, loss: Any = None, num_steps: int = 0, device: Any = None) -> Due:
-        """Count a step, and hear what all ranks ask for. ``num_steps``: those of the epoch, as far as is known."""
+    def stepped(self, loss: Any = None, num_steps: int = 0, device: Any = None, *, has_voted: bool = False) -> Due:
+        """Count a step, and hear what all ranks ask for, unless they have voted in it. ``num_steps``: those of the
+        epoch, as far as is known."""
         at, self.is_open = self.position, False
         at.step, at.epoch_step = at.step + 1, at.epoch_step + 1
         where = {"epoch": at.epoch + 1, "step": at.epoch_step, "num_steps": max(num_steps, at.epoch_step)}
         self.journal.step(where, loss, device)
-        return self.meet()
+        return self.due() if has_voted else self.meet()
 
     def meet(self) -> Due:
         step, every = self.position.step, self.every
-        self._stopper.vote(step)
+        self.stopper.vote(step)
         return self.due(is_time=every > 0 and step // every > self.saved.step // every)
 
     def due(self, *, is_time: bool = False) -> Due:
         """Return what is to be done here: nothing within a step, or where nobody knows how the data go on."""
         batch, course = self.position.batch, self.course
         is_lost = course is not None and batch > 0 and course.at(batch).get("source", 0) is None
-        if self.keeper is None or self.is_open or is_lost:
+        if self.is_open or is_lost:
             return Due.NOTHING
-        if self._stopper.noted:
+        if self.stopper.noted:
             return Due.STOP
         return Due.SAVE if is_time and self.is_unsaved else Due.NOTHING
 
-    def end_epoch(self, numbers: Mapping[str, float]) -> None:
-        """Record the epoch that is over, and begin the next one."""
+    def end_epoch(self, numbers: Mapping[str, float] | None = None) -> None:
+        """Begin the next epoch, and record the one that is over; None: its loop does that itself, later."""
         at = self.position
-        self.journal.epoch(at.epoch + 1, numbers, self.journal.pace())
+        if numbers is not None:
+            self.journal.epoch(at.epoch + 1, numbers, self.journal.pace())
         self.position, self.resumed = Position(epoch=at.epoch + 1, step=at.step), None
         if self.course is not None:
             self.course.draws = {}
 
     @property
     def is_unsaved(self) -> bool:
-        return self.position.step > 0 and self.position != self.saved
+        return self.keeper is not None and self.position.step > 0 and self.position != self.saved
 
     # --- checkpoints and stops
 
-    def save(self, write: Callable[[Path], object], **facts: Any) -> None:
-        """Seal what ``write`` leaves in a folder, with the position and these facts; all ranks together."""
+    def settle(self, due: Due, write: Callable[[Path], object], where: str = "", **facts: Any) -> None:
+        """Save what is due and not saved, and stop if a signal asked for it."""
+        if due and self.is_unsaved:
+            self.journal.phase("checkpoint")
+            self.save(write, **facts)
+            self.journal.phase("train")
+        if due is Due.STOP:
+            self.stop(where)
+
+    def save(self, write: Callable[[Path], object], attempt: Attempt = _once, **facts: Any) -> Path:
+        """Seal what ``write`` leaves in a folder, with the position and these facts; all ranks together. What may be
+        done again after an out-of-memory is called by ``attempt``."""
         assert self.keeper is not None
         at, keeper = self.position, self.keeper
         path = keeper.begin(at.step)
-        with keeper.writing():
+        now = rng_state()
+
+        def write_all() -> None:
             write(path)
             if self.stream is None:
                 began = {} if self.course is None else self.course.at(at.batch)
-                save_checkpoint(path / self._draws_file, {**began, "now": rng_state()})
+                save_checkpoint(path / self._draws_file, {**began, "now": now})
+
+        with keeper.writing():
+            attempt(write_all)
         own = {"identity": self.identity, "data": self.data, "position": asdict(at), "environment": environment()}
         keeper.seal(at.step, {"epoch": at.epoch, **own, **facts})
         if self.keep:
             keeper.prune(self.keep)
         self.saved = replace(at)
+        return path
 
     def stop(self, where: str = "") -> NoReturn:
         """End with exit code 75: nothing was trained since the newest checkpoint."""
-        assert self.keeper is not None
         at = self.position
-        kept = self.keeper.holds(at.step)
-        raise self._stopper.end(where or f"after step {at.step}", kept, epoch=at.epoch, step=at.epoch_step)
+        kept = "without a folder of checkpoints nothing is saved: it will start over."
+        if self.keeper is not None:
+            kept = self.keeper.holds(at.step)
+        raise self.stopper.end(where or f"after step {at.step}", kept, epoch=at.epoch, step=at.epoch_step)
 
 
 class Course:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, Unpack
 
@@ -26,7 +25,6 @@ from memfit.training._ema import Ema
 from memfit.training._exactness import Loss
 from memfit.training._fit import Fit
 from memfit.training._keyed import Batches
-from memfit.training._process import Stopper
 from memfit.training._records import Direction, EpochRecord, FitResult, SkipPolicy, StepOutcome
 from memfit.training._sealed import SealedFolder
 from memfit.training._setup import Evaluate, Plan, Setup
@@ -222,9 +220,7 @@ class Trainer:
             num_threads=torch.get_num_threads(),
             num_workers=getattr(plan.train, "num_workers", None),
         )
-        with closing(Stopper()) as stop:
-            stop.listen(interrupt=self._setup.keeper is not None)
-            return Fit(self._setup, plan, stop).run()
+        return Fit(self._setup, plan).run()
 
 
 #: What a schedule counts in, beside its constants.
