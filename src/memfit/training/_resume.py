@@ -16,10 +16,10 @@ from memfit.errors import HalfUpdatedError, UsageError
 from memfit.rundir import record
 from memfit.training._beat import beat
 from memfit.training._checkpoint import FORMAT, Position, position_of
+from memfit.training._feed import Feed
 from memfit.training._fsdp import ShardedFolder
 from memfit.training._identity import check_environment, environment, optimizer_identity, refuse_changed
 from memfit.training._journal import Journal
-from memfit.training._keyed import TrainingData
 from memfit.training._oom import release
 from memfit.training._process import preserved_rng, rng_state, say, seed_rank, set_rng_state
 from memfit.training._records import MEASURED, EpochRecord, StepOutcome
@@ -69,7 +69,7 @@ class Resume:
     """Makes the content of a fit's checkpoints, and continues the fit from the newest one."""
 
     def __init__(
-        self, setup: Setup, plan: Plan, data: TrainingData, validation: Validation, journal: Journal, num_steps: int
+        self, setup: Setup, plan: Plan, data: Feed, validation: Validation, journal: Journal, num_steps: int
     ) -> None:
         self._setup, self._plan, self._data, self._journal = setup, plan, data, journal
         step = setup.step
