@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from memfit.training import Ema, KeyedDataset, KeyedSampler, Trainer, load_checkpoint, seed_everything
+from memfit.training import Ema, Trainer, load_checkpoint, seed_everything
 
 NUM_EPOCHS, NUM_SAMPLES, BATCH_SIZE = 2, 12, 6
 WATCHED = {"open", "os.rename", "os.link", "os.remove"}
@@ -85,6 +85,14 @@ class Augmented(torch.utils.data.Dataset):
         return torch.full((4,), float(index)) + random.random() + float(np.random.rand()) + torch.rand(4)
 
 
+class Stream(IterableDataset):
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __iter__(self):
+        return map(Augmented().__getitem__, range(NUM_SAMPLES))
+
+
 class Net(torch.nn.Module):
     """Has dropout, and a buffer that every batch it was ever trained on moves: a digest of the sample order."""
 
@@ -112,14 +120,13 @@ def evaluate(model, valid):
 
 
 def data_of(kind: str):
-    """``indexed``, or ``<plain|keyed>-<start method>-<number of workers>``."""
+    """``indexed``, or ``<stream|keyed>-<start method>-<number of workers>``."""
     if kind == "indexed":
         return Shuffled()
     kind, method, number = kind.split("-")
-    data, settings = Augmented(), {"shuffle": True}
+    data, settings = Stream(), {}
     if kind == "keyed":
-        data = KeyedDataset(data, seed=4)
-        settings = {"sampler": KeyedSampler(data, seed=4), "persistent_workers": number != "0"}
+        data, settings = Augmented(), {"shuffle": True, "persistent_workers": number != "0"}
     context = None if number == "0" else method
     return DataLoader(data, BATCH_SIZE, num_workers=int(number), multiprocessing_context=context, **settings)
 
@@ -231,9 +238,9 @@ def main() -> None:
     torch.save = lambda state, file: plain_save(state, Pieces(file))
     answer = {
         "indexed": sweep(root, "indexed", "indexed", every),
-        "workers": sweep(root, "plain-fork-1", "plain-fork-1", every),
+        "workers": sweep(root, "stream-fork-1", "stream-fork-1", every),
         "keyed": sweep(root, "keyed-fork-2", "keyed-fork-0", every),
-        "served": killed_once(root, "plain-fork-1", 5, "plain-forkserver-1"),
+        "served": killed_once(root, "stream-fork-1", 5, "stream-forkserver-1"),
     }
     chain, draws = 0, random.Random(1)
     while chain < 300 and in_child(root / "chain", draws.randrange(5, 30))[0] == signal.SIGKILL:

@@ -6,6 +6,7 @@ loader's last batch), or a state dict of the model being made, which is the insi
 
 import contextlib
 import functools
+import itertools
 import os
 import random
 import signal
@@ -116,6 +117,9 @@ class Augmented(torch.utils.data.Dataset):
         return torch.full((2,), index / 6) + random.random() + float(np.random.rand()) + torch.rand(2)
 
 
+NUMS_WORKERS = itertools.cycle((0, 2))  # a fit may go on with another number
+
+
 @functools.cache
 def panel() -> Panel:
     rng = np.random.default_rng(0)
@@ -125,7 +129,7 @@ def panel() -> Panel:
 
 
 def panel_loaders():
-    train = Loader(panel(), range(6), lookback=2, target="ret", batch=8, shuffle=4)
+    train = Loader(panel(), range(6), lookback=2, target="ret", batch=8, shuffle=4, num_workers=next(NUMS_WORKERS))
     return train, Loader(panel(), range(6, 8), lookback=2, target="ret", batch=3)
 
 
@@ -134,9 +138,10 @@ def sequence_loaders():
     return tuple(SequenceLoader(rows, Padding(pad_id=0), batch=2, shuffle=seed) for seed in (3, 5))
 
 
-def torch_loaders(num_workers):
+def torch_loaders():
     settings = {"batch_size": 2, "shuffle": True}
-    train = DataLoader(Augmented(), generator=torch.Generator().manual_seed(9), num_workers=num_workers, **settings)
+    workers = {"num_workers": next(NUMS_WORKERS)}
+    train = DataLoader(Augmented(), generator=torch.Generator().manual_seed(9), **workers, **settings)
     return train, DataLoader(Augmented(), generator=torch.Generator().manual_seed(8), **settings)
 
 
@@ -147,14 +152,12 @@ class Kind:
     Attributes:
         loaders: Makes both.
         num_epochs: The epochs.
-        has_positions: Whether a fit can go on also with the loaders that another one left anywhere.
         settings: More for the ``Trainer``.
         fit: More for its ``fit``.
     """
 
     loaders: Callable
     num_epochs: int
-    has_positions: bool = True
     settings: dict = field(default_factory=dict)
     fit: dict = field(default_factory=dict)
 
@@ -164,7 +167,7 @@ KINDS = {
     "Loader": Kind(panel_loaders, 2),
     "Loader without preflight": Kind(panel_loaders, 2, fit={"preflight": False}),
     "SequenceLoader, early stop": Kind(sequence_loaders, 4, settings={"checkpoint_seconds": 0.0}, fit=EARLY),
-    "DataLoader, two workers": Kind(functools.partial(torch_loaders, 2), 2, has_positions=False),
+    "DataLoader": Kind(torch_loaders, 2),
 }
 
 
@@ -198,7 +201,7 @@ def fit(folder: Path, kind: Kind, loaders) -> str:
 def sweep(root: Path, kind: Kind, every: int) -> tuple[list[str], list]:
     """Stop a fit at moments in turn and go on: all moments, and those after which the end was another one.
 
-    Each ``every``-th moment is tried, and each ``every``-th one inside of a save. Every second fit goes on with the loaders as the first one left them, where that can be.
+    Each ``every``-th moment is tried, and each ``every``-th one inside of a save. Every second fit goes on with the loaders as the first one left them.
     """
     loaders = kind.loaders()
     with watched() as whole:
@@ -210,7 +213,7 @@ def sweep(root: Path, kind: Kind, every: int) -> tuple[list[str], list]:
         folder, loaders = root / str(number), kind.loaders()
         with watched(number, stop) as before, contextlib.suppress(StoppedError):
             fit(folder, kind, loaders)
-        if not kind.has_positions or number % 2:
+        if number % 2:
             loaders = kind.loaders()
         with watched() as after:
             try:

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from memfit.errors import HalfUpdatedError, JobFailedError, StoppedError, UsageError
 from memfit.training import (
@@ -329,18 +329,21 @@ def test_skipped_batches_are_counted_and_left_out_of_the_mean():
 # --- loaders
 
 
-def test_a_plain_loader_with_another_number_of_workers_is_refused_at_a_resume(tmp_path):
-    make(tmp_path).fit(loader(), num_epochs=1)
-    with pytest.raises(UsageError, match="num_workers: 0 then, 2 now"):
-        make(tmp_path).fit(loader(num_workers=2), num_epochs=2)
+class Stream(IterableDataset):
+    def __len__(self):
+        return len(X)
+
+    def __iter__(self):
+        return iter(X)
 
 
-@pytest.mark.slow
-def test_persistent_workers_are_refused_with_a_folder_unless_inexact_is_allowed(tmp_path):
+def test_workers_of_a_stream_that_live_on_are_refused_with_a_folder_unless_inexact_is_allowed(tmp_path):
+    def stream():
+        return DataLoader(Stream(), 4, num_workers=1, persistent_workers=True)
+
     with pytest.raises(UsageError, match="persistent_workers=True"):
-        make(tmp_path).fit(loader(num_workers=1, persistent_workers=True), num_epochs=1)
-    make(tmp_path, allow_inexact=True).fit(loader(num_workers=1, persistent_workers=True), num_epochs=2)
-    make().fit(loader(num_workers=1, persistent_workers=True), num_epochs=1)
+        make(tmp_path).fit(stream(), num_epochs=1)
+    make(tmp_path, allow_inexact=True).fit(stream(), num_epochs=2)
 
 
 @pytest.fixture
@@ -395,32 +398,6 @@ def test_validation_batches_that_threads_make_end_no_training_workers(monkeypatc
 
     make().fit(train, MadeByThreads([X[:4]]), num_epochs=2, evaluate=evaluate, preflight=False)
     assert living == [2, 2]
-
-
-class Signalling(torch.utils.data.Dataset):
-    """Its sample 12 sends SIGTERM to the process of the fit and to the worker that makes it, as a scheduler does."""
-
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        if torch.utils.data.get_worker_info() is not None and index == 12:
-            os.kill(os.getppid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
-        return X[index]
-
-
-@pytest.mark.slow
-def test_a_signal_to_all_processes_of_a_fit_is_for_the_fit_alone(tmp_path):
-    def batches(data):
-        return DataLoader(data, 4, num_workers=1, prefetch_factor=3)
-
-    with pytest.raises(StoppedError, match=r"in epoch 1, after its step [1-5] of 6\."):
-        make(tmp_path).fit(batches(Signalling()), num_epochs=1, preflight=False)
-    resumed, whole = make(tmp_path), make()
-    resumed.fit(batches(X), num_epochs=1)
-    whole.fit(batches(X), num_epochs=1)
-    assert same_fits(resumed, whole)
 
 
 # --- before the first step

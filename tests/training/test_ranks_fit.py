@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import ranked
-from memfit.errors import MemfitError
+from memfit.errors import MemfitError, UsageError
 from memfit.training import (
     BySample,
     DealtOrder,
@@ -18,8 +18,8 @@ from memfit.training import (
     KeyedDataset,
     KeyedSampler,
     Trainer,
-    TrainingData,
     checkpoint_path,
+    feed_of,
     load_checkpoint,
 )
 
@@ -45,11 +45,13 @@ DATA = {"keyed": keyed, "list": lambda: list(X.split(8)), "plain": lambda: DataL
 
 @pytest.mark.parametrize(("num", "size", "batch"), [(1, 2, 4), (2, 2, 8), (2, 3, 6), (1, 16, 1)])
 def test_a_rank_says_of_keyed_data_how_much_of_a_batch_it_loads(num, size, batch):
-    of_all, of_list = TrainingData(keyed(), 1), TrainingData(DATA["list"](), 1)
-    assert of_all.own_batch is None
-    for data in (of_all, of_list):
-        data.deal(num, BySample(), SimpleNamespace(rank=0, size=size))
-    assert (of_all.own_batch, of_list.own_batch) == (batch, None)
+    together = DataLoader(Subset(Noisy(), range(44)), 8)  # its items draw by the key of their batch
+    collated = DataLoader(Noisy(), 8, collate_fn=torch.stack)
+    feeds = [feed_of(one, 1) for one in (keyed(), DATA["plain"](), DATA["list"](), together, collated)]
+    assert {one.own_batch for one in feeds} == {None}
+    for one in feeds:
+        one.deal(num, BySample(), SimpleNamespace(rank=0, size=size))
+    assert [one.own_batch for one in feeds] == [batch, batch, None, None, None]
 
 
 class Fitted:
@@ -239,11 +241,7 @@ def test_the_parts_of_all_ranks_are_the_global_batches_in_order(size, drop_last)
     assert all(next(batches, None) is None for batches in dealt)
 
 
-@pytest.mark.slow
-def test_a_sampler_that_deals_to_ranks_itself_is_refused(tmp_path):
-    def refused(rank):
-        DATA["keyed"] = lambda: DataLoader(X, 8, sampler=DistributedSampler(X))
-        return Fitted(2, None, global_batch_size=None).fit()
-
-    for kind, text in ranked.values(ranked.run(2, tmp_path, refused)):
-        assert kind == "UsageError" and "The training loader has a DistributedSampler." in text
+def test_a_sampler_that_deals_to_ranks_itself_is_refused():
+    loader = DataLoader(X, 8, sampler=DistributedSampler(X, 2, 0))
+    with pytest.raises(UsageError, match="The training loader has a DistributedSampler"):
+        feed_of(loader, 1).deal(1, BySample(), SimpleNamespace(rank=0, size=2))

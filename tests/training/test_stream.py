@@ -11,18 +11,22 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from memfit.errors import DamagedError, JobFailedError, StoppedError, UsageError
 from memfit.rundir import RunDir
 from memfit.training import (
     CheckpointWarning,
+    KeyedDataset,
+    KeyedSampler,
     KeyedStream,
     SealedFolder,
     Stopper,
     check_loader,
     check_model,
     deaf_workers,
+    feed_of,
+    order_of,
     refuse_changed,
 )
 
@@ -37,59 +41,19 @@ class Noisy:
         return torch.tensor([index, torch.rand(()), np.random.random(), random.random()])
 
 
-class Together(Noisy):
-    """Makes the items of a batch at once."""
-
-    def __getitems__(self, indices):
-        return [self[index] + torch.rand(()) for index in indices]
-
-
 def mask(items):
     """A collation that draws."""
     return torch.stack(items) * (torch.rand(len(items), 1) + 1)
 
 
-def epochs(num_workers=0, num=2, data=None, **options):
-    options = {"batch_size": 4, "shuffle": True} | options
-    loader = KeyedStream(7).loader(DataLoader(data or Noisy(), collate_fn=mask, num_workers=num_workers, **options))
-    order = loader.sampler if hasattr(loader.sampler, "skip") else loader.batch_sampler
-    found = []
-    for epoch in range(num):
-        order.set_epoch(epoch)
-        found.append(torch.cat(list(loader)))
-    return found
-
-
-@pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
-def test_workers_change_nothing(options):
-    alone = epochs()
-    torch.manual_seed(1)  # the draws of others neither
-    assert all(map(torch.equal, alone, epochs(**options)))
-    assert not torch.equal(alone[0], alone[1])
-
-
-def test_what_draws_keeps_its_distribution_and_leaves_the_others_alone():
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    (found,) = epochs(num=1)
-    assert sorted((found[:, 0] / 1).tolist()) != list(range(12))  # masked
-    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    assert before[1:] == after[1:]
-    assert len({row[1] for row in found.tolist()}) == 12  # no two items drew the same
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        {"sampler": WeightedRandomSampler([1.0] * 12, 12), "shuffle": False},
-        {"sampler": RandomSampler(range(12), generator=torch.Generator()), "shuffle": False},
-        {"batch_sampler": BatchSampler(RandomSampler(range(12)), 5, True), "batch_size": 1, "shuffle": False},
-    ],
-)
-@pytest.mark.parametrize("data", [Noisy(), Together()])
-def test_any_sampler_is_keyed(sampler, data):
-    first, again = epochs(data=data, **sampler), epochs(data=data, **sampler)
-    assert all(map(torch.equal, first, again))
-    assert not torch.equal(first[0][:, 1], first[1][:, 1])
+def test_a_stream_keys_no_loader_twice_and_no_two_items_draw_the_same():
+    data = KeyedDataset(Noisy(), seed=1)
+    for loader in (DataLoader(Noisy(), 4, shuffle=True), DataLoader(data, 4, sampler=KeyedSampler(data, seed=1))):
+        made = KeyedStream(7).loader(loader)
+        assert KeyedStream(7).loader(made) is made and order_of(loader) is None
+        found = torch.cat(list(made))
+        assert [len({*column}) for column in found.T.tolist()] == [12] * 4
+    assert torch.equal(found, torch.cat(list(loader)))
 
 
 class Views:
@@ -124,13 +88,6 @@ def test_an_index_may_be_a_tuple_or_a_name(key, options, wrap):
 def test_an_index_whose_name_is_another_in_each_process_is_refused():
     with pytest.raises(UsageError, match="gives a object as an index"):
         list(KeyedStream(7).loader(DataLoader(Views(), sampler=[object()])))
-
-
-def test_an_epoch_is_entered_anywhere():
-    loader = KeyedStream(7).loader(DataLoader(Noisy(), batch_size=4, shuffle=True, collate_fn=mask))
-    whole = list(loader)
-    loader.sampler.skip(4)
-    assert all(map(torch.equal, whole[1:], loader))
 
 
 def test_a_step_seeds_all_generators():
@@ -391,10 +348,14 @@ def test_a_metric_may_count():
     check_model(model, lambda: model["metric"](model["layer"](torch.randn(4, 2)).sum()))
 
 
-def test_a_signal_to_the_group_reaches_no_worker():
-    loader = DataLoader(Noisy(), batch_size=2, num_workers=2)
-    deaf_workers(loader)
-    batches = iter(loader)
+def fed(loader):
+    (feed := feed_of(loader, 0)).open(1)
+    return feed._iterator
+
+
+@pytest.mark.parametrize("start", [lambda loader: iter(deaf_workers(loader)), fed])
+def test_a_signal_to_the_group_reaches_no_worker(start):
+    batches = start(DataLoader(Noisy(), batch_size=2, num_workers=2))
     next(batches)
     workers = batches._workers
     for worker in workers:

@@ -23,8 +23,8 @@ from memfit.training._compute import autocast as autocast
 from memfit.training._compute import find_device as find_device
 from memfit.training._compute import to_device as to_device
 from memfit.training._deal import DealtOrder as DealtOrder
-from memfit.training._deal import remade as remade
 from memfit.training._ema import Ema as Ema
+from memfit.training._feed import feed_of as feed_of
 from memfit.training._flight import write_flight_record as write_flight_record
 from memfit.training._guard import OptimizerGuard as OptimizerGuard
 from memfit.training._identity import environment as environment
@@ -33,14 +33,13 @@ from memfit.training._journal import Journal as Journal
 from memfit.training._journal import Unheard as Unheard
 from memfit.training._keyed import KeyedDataset as KeyedDataset
 from memfit.training._keyed import KeyedSampler as KeyedSampler
-from memfit.training._keyed import TrainingData as TrainingData
 from memfit.training._keyed import keyed_rng as keyed_rng
 from memfit.training._leaks import LeakDetector as LeakDetector
+from memfit.training._loaders import remade as remade
 from memfit.training._loop import Loop as Loop
 from memfit.training._loop_parts import LoopParts as LoopParts
 from memfit.training._loop_parts import is_stream as is_stream
 from memfit.training._loop_parts import length_of as length_of
-from memfit.training._loop_parts import order_of as order_of
 from memfit.training._oom import OomKind as OomKind
 from memfit.training._oom import classify_oom as classify_oom
 from memfit.training._oom import clean_up as clean_up
@@ -82,8 +81,9 @@ from memfit.training._stacks import register_stack_dump as register_stack_dump
 from memfit.training._stacks import stacks_of as stacks_of
 from memfit.training._step import SafeStep as SafeStep
 from memfit.training._stream import KeyedStream as KeyedStream
-from memfit.training._stream import deaf_workers as deaf_workers
+from memfit.training._stream import order_of as order_of
 from memfit.training._trainer import Trainer as Trainer
+from memfit.training._workers import deaf_workers as deaf_workers
 
 __all__ = [
     "ByGroup",

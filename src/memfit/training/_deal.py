@@ -6,23 +6,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Sampler
 
-from memfit.errors import UsageError
 from memfit.training._split import Split
-
-#: What a loader made anew keeps of the old one.
-_KEPT = ("num_workers", "pin_memory", "pin_memory_device", "timeout", "worker_init_fn", "generator", "in_order")
-_KEPT_BY_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
-
-
-def remade(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """Return a loader like this one with these options changed, which have to say how it makes its batches."""
-    options: dict[str, Any] = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
-    options |= {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)} | changes
-    if options["num_workers"]:
-        options = {name: getattr(loader, name) for name in _KEPT_BY_WORKERS} | options
-    return DataLoader(**options)
 
 
 def part_of(total: int, rank: int, size: int) -> tuple[int, int]:
@@ -77,15 +63,3 @@ class DealtOrder(Sampler[list[Any]]):
         """Return the own parts of the global batch that begins at the loader's batch ``number``."""
         length, num_samples = self.loader.batch_size or 1, len(self.loader.sampler)  # type: ignore[arg-type]
         return self.pieces(min(length * self.num, num_samples - number * length))
-
-
-def refuse_distributed(batches: Any) -> None:
-    """Refuse a loader that deals samples to ranks itself."""
-    samplers = [getattr(batches, "sampler", None), getattr(getattr(batches, "batch_sampler", None), "sampler", None)]
-    if any(isinstance(one, DistributedSampler) for one in samplers):
-        raise UsageError(
-            "The training loader has a DistributedSampler.",
-            rule="each rank gets the same loader, whose batches are those of all ranks; the Trainer deals them out, so "
-            "that another number of ranks trains the same batches.",
-            remedy="leave it out: DataLoader(KeyedDataset(data), batch_size=..., sampler=KeyedSampler(data))",
-        )

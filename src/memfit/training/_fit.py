@@ -25,13 +25,14 @@ from memfit.training._beat import beat
 from memfit.training._checkpoint import CheckpointWarning, save_checkpoint, tensor_bytes
 from memfit.training._deal import own_part
 from memfit.training._ema import Ema
+from memfit.training._feed import feed_of
 from memfit.training._fit_parts import FitParts, Progress, tell_other_ranks
 from memfit.training._fsdp import shard_bytes
 from memfit.training._identity import check_environment, optimizer_identity
 from memfit.training._journal import Journal
-from memfit.training._keyed import TrainingData, refuse_own_generators
 from memfit.training._oom import release
 from memfit.training._preflight import find_longest, preflight
+from memfit.training._probes import refuse_own_generators
 from memfit.training._process import seed_rank
 from memfit.training._ranks import SAVE, Ranks
 from memfit.training._records import MEASURED, FitResult
@@ -54,9 +55,9 @@ class Fit:
         self.device = next(self.step.model.parameters()).device
         self.ranks = setup.step.ranks
         self.is_first = self.ranks is None or self.ranks.rank == 0  # it alone writes and tells
-        self.data = TrainingData(plan.train, setup.seed, setup.first_batch_seconds)
+        self.data = feed_of(plan.train, setup.seed, setup.first_batch_seconds)
         if self.keeper is not None and not self.step.exactness.allows_inexact:
-            self.data.check_replayable()
+            self.data.check()
             refuse_own_generators(plan.valid)
         self.batches_per_step = self.data.batches_per_step(setup.global_batch_size, self.step.split)
         self.num_steps = math.ceil(len(plan.train) / self.batches_per_step)

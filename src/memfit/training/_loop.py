@@ -18,13 +18,14 @@ import torch
 
 from memfit.errors import StoppedError, UsageError
 from memfit.rundir import CANARY_STEPS, canary_over, is_canary, loader_settings
-from memfit.training._keyed import _kind_of, keyed_rng
-from memfit.training._loop_parts import LoopParts, length_of, order_of
+from memfit.training._feed import is_numbered
+from memfit.training._keyed import keyed_rng
+from memfit.training._loop_parts import LoopParts, length_of
 from memfit.training._preflight import rehearse, say_verdict
 from memfit.training._sealed import SealedFolder
 from memfit.training._session import Course, Due, Session
 from memfit.training._split import samples_in
-from memfit.training._stream import KeyedStream
+from memfit.training._stream import KeyedStream, order_of
 
 
 class Loop:
@@ -172,7 +173,7 @@ class Loop:
 
     def loader(self, loader: Any) -> Any:
         """Return the loader that ``loop(loader)`` goes over: in *exact* another one, checked and with keyed draws."""
-        is_ready = self.session.stream is not None and (_kind_of(loader) == "indexed" or order_of(loader) is not None)
+        is_ready = self.session.stream is not None and (is_numbered(loader) or order_of(loader) is not None)
         return loader if is_ready else self.session.loader(loader)
 
     def __call__(self, loader: Any) -> Iterator[Any]:
@@ -268,7 +269,7 @@ class Loop:
             order.set_epoch(at.epoch)
             is_over = count == self._num_batches
             return iter(() if is_over else session.parts.skip_ordered(loader, order, at.sample, count))
-        if _kind_of(loader) == "indexed":
+        if is_numbered(loader):
             session.restore_draws()
             if hasattr(loader, "set_epoch"):
                 loader.set_epoch(at.epoch + 1)

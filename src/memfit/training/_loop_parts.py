@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from memfit.errors import UsageError
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
-from memfit.training._deal import remade
 from memfit.training._identity import optimizer_identity
-from memfit.training._keyed import generators_of, samplers_of
+from memfit.training._keyed import KeyedOrder
+from memfit.training._loaders import generators_of, remade, samplers_of
 from memfit.training._process import rng_state, set_rng_state
-from memfit.training._stream import KeyedOrder
+from memfit.training._stream import order_of
 
 #: Why a resume from an exported position is not exact.
 GOES_ON = "the stream goes on where its state_dict says; with a shuffle buffer, some samples come twice, some never"
@@ -195,14 +195,6 @@ def exports_position(stream: Any) -> bool:
         return False
     parameters = inspect.signature(stream.state_dict).parameters.values()
     return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
-
-
-def order_of(loader: Any) -> KeyedOrder | None:
-    """Return the order of a loader that a ``KeyedStream`` has made, also after a framework has wrapped it."""
-    batches = getattr(loader, "batch_sampler", None)
-    shared = getattr(batches, "batch_sampler", None)  # what Accelerate deals to several ranks
-    found = (batches, shared, *(getattr(one, "sampler", None) for one in (batches, shared, loader)))
-    return next((one for one in found if isinstance(one, KeyedOrder)), None)
 
 
 def length_of(loader: Any) -> int | None:

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from memfit.errors import DoesNotFitError, SampleTooLargeError, UsageError
 from memfit.memory import Meter, PhasePeak, measure
 from memfit.rundir import is_canary, phase, record
-from memfit.training._deal import remade
-from memfit.training._keyed import _kind_of, preserved_generators
+from memfit.training._feed import is_numbered
+from memfit.training._loaders import preserved_generators, remade
 from memfit.training._oom import Failed, attempt, device_bytes, memory_now, reset_device_peaks
 from memfit.training._process import preserved_rng, say
 from memfit.training._ranks import first_line
@@ -203,7 +203,7 @@ def say_verdict(text: str) -> None:
 
 
 def _can_be_read_ahead(batches: Any) -> bool:
-    if callable(getattr(batches, "longest", None)) or _kind_of(batches) == "indexed":
+    if callable(getattr(batches, "longest", None)) or is_numbered(batches):
         return True
     return isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset)
 

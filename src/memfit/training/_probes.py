@@ -311,6 +311,21 @@ def _refused(what: str, name: str, allow: Collection[str]) -> UsageError:
     )
 
 
+def refuse_own_generators(batches: Any) -> None:
+    """Refuse a data set that draws from a random generator of its own: no checkpoint holds its state."""
+    holder = getattr(batches, "dataset", batches)
+    while holder is not None and not hasattr(holder, "load_state_dict"):
+        for name, value in getattr(holder, "__dict__", {}).items():
+            is_seeded = name == "generator" and holder is batches and not hasattr(batches, "__getitem__")
+            if isinstance(value, _GENERATORS) and not is_seeded:
+                raise UsageError(
+                    f"{type(holder).__name__}.{name} is a random generator of its own ({type(value).__name__}).",
+                    rule="a resume is bit-exact: it knows the global generators, and those of loaders and samplers.",
+                    remedy="draw from the global generators (numpy.random, torch.rand), or pass allow_inexact=True",
+                )
+        holder = getattr(holder, "dataset", None)
+
+
 class _Numbers:
     """The numbers in an object's attributes, and the states of its random generators."""
 

@@ -34,7 +34,8 @@ from memfit.training._probes import check_first_forward, check_loader
 from memfit.training._process import Stopper, rng_state, set_rng_state
 from memfit.training._ranks import Ranks, leave_uncaught, order_sums
 from memfit.training._sealed import Sealed, SealedFolder
-from memfit.training._stream import KeyedStream, deaf_workers, stream_identity
+from memfit.training._stream import KeyedStream, stream_identity
+from memfit.training._workers import deaf_workers
 
 
 class Due(enum.IntEnum):

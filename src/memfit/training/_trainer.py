@@ -23,8 +23,8 @@ from memfit.training._checks import (
 from memfit.training._compute import PlacedLoss, Precision, place
 from memfit.training._ema import Ema
 from memfit.training._exactness import Loss
+from memfit.training._feed import Batches
 from memfit.training._fit import Fit
-from memfit.training._keyed import Batches
 from memfit.training._records import Direction, EpochRecord, FitResult, SkipPolicy, StepOutcome
 from memfit.training._sealed import SealedFolder
 from memfit.training._setup import Evaluate, Plan, Setup

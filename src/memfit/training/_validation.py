@@ -17,8 +17,9 @@ from memfit.memory import Budget
 from memfit.rundir import CANARY_BATCHES, is_canary, record
 from memfit.training._beat import beat, leave
 from memfit.training._compute import autocast
+from memfit.training._feed import Feed
 from memfit.training._flight import record_oom
-from memfit.training._keyed import TrainingData, preserved_generators
+from memfit.training._loaders import preserved_generators
 from memfit.training._oom import Failed, attempt, classify_oom
 from memfit.training._process import preserved_rng, read_rng, write_rng
 from memfit.training._records import MEASURED
@@ -76,7 +77,7 @@ class Validation:
         self._setup, self._plan, self._step, self._where, self._check_stop = setup, plan, setup.step, where, check_stop
         self._size: int | None = None
 
-    def run(self, training: TrainingData) -> dict[str, float]:
+    def run(self, training: Feed) -> dict[str, float]:
         """Return the metrics; end the workers of the training data first where there is no room for both."""
         if not self._has_room_beside(training):
             training.close(persistent_too=True)
@@ -115,7 +116,7 @@ class Validation:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._size = state["size"]
 
-    def _has_room_beside(self, training: TrainingData) -> bool:
+    def _has_room_beside(self, training: Feed) -> bool:
         """Return whether validation's worker processes fit beside persistent ones of training."""
         workers, valid = training.worker_pids(), self._plan.valid
         if not workers or not isinstance(valid, DataLoader):

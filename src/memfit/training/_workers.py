@@ -6,8 +6,11 @@ A usual cause is a fork while a thread of a library (Polars, gRPC) held a lock: 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import faulthandler
+import multiprocessing
+import multiprocessing.context
 import multiprocessing.process
 import os
 import re
@@ -19,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import active_children, get_start_method, resource_tracker
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +58,7 @@ class Workers:
         self._kills = _count_oom_kills()
 
     def start(self) -> Iterator[Any]:
-        """Return an iterator over the loader, with workers that end when this process ends. They ignore the signals
-        that stop a fit: all processes of a job get them, and batches would be lost."""
+        """Return an iterator over the loader, with deaf workers that end when this process ends."""
         loader = self.loader
         if not isinstance(loader, DataLoader) or loader.num_workers == 0:
             return iter(loader)
@@ -64,20 +66,11 @@ class Workers:
             self._stacks = tempfile.mkdtemp(prefix="memfit-stacks-")
             weakref.finalize(self, _remove, self._stacks, os.getpid())
         context, then = loader.multiprocessing_context, loader.worker_init_fn
-        method = get_start_method() if context is None else context.get_start_method()
-        resource_tracker.ensure_running()  # it unblocks SIGTERM when it is started
-        others = set(active_children())
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGINT])
-        loader.worker_init_fn = partial(_start_worker, then, 0 if method == "forkserver" else os.getpid(), self._stacks)
+        deaf_workers(loader).worker_init_fn = partial(_start_worker, then, self._stacks)
         try:
             return iter(loader)
-        except BaseException:  # one has died at once; Python would wait for the others, which ignore SIGTERM
-            for child in set(active_children()) - others:
-                child.kill()
-            raise
         finally:
-            loader.worker_init_fn = then
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            loader.multiprocessing_context, loader.worker_init_fn = context, then
 
     def first(self, iterator: Iterator[Any], phase: str) -> Any:
         """Return the first batch of a phase; end workers that neither compute nor read for ``seconds``."""
@@ -179,10 +172,10 @@ class Workers:
             self._stacks = ""
 
 
-def _start_worker(then: Callable[[int], None] | None, parent: int, stacks: str, number: int) -> None:
-    """Let a worker die with its parent (0: the fork server) and show its stacks; then run the user's own function."""
+def _start_worker(then: Callable[[int], None] | None, stacks: str, number: int) -> None:
+    """Let a worker die with its parent and show its stacks; then run the user's own function."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent and os.getppid() != parent:  # it died before this line
+    if (parent := multiprocessing.parent_process()) is None or not parent.is_alive():  # it died before this line
         os._exit(1)
     with contextlib.suppress(OSError):
         register_stack_dump(stacks)
@@ -257,3 +250,49 @@ def _shm_room() -> str:
         usage = shutil.disk_usage("/dev/shm")
         return f"/dev/shm has {format_bytes(usage.free)} ({usage.free} bytes) free of {format_bytes(usage.total)}"
     return "/dev/shm is not there"
+
+
+def deaf_workers(loader: Any) -> Any:
+    """Return a loader whose workers no signal reaches that stops a training: batches would be lost with them. What
+    Slurm, ``timeout`` or a terminal sends goes to all processes of a job. Torch ends them by SIGKILL then."""
+    if not getattr(loader, "num_workers", 0):
+        return loader
+    context: Any = loader.multiprocessing_context or multiprocessing.get_context(multiprocessing.get_start_method())
+    if issubclass(context.Process, _Deaf):
+        return loader
+    resource_tracker.ensure_running()  # it unblocks SIGTERM when it is started
+    loader.multiprocessing_context = deaf = copy.copy(context)
+    deaf.Process = _DEAF[context.get_start_method()]
+    return loader
+
+
+class _Deaf:
+    """A process that has the stop signals blocked from its first moment on."""
+
+    def start(self) -> None:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGINT])
+        try:
+            super().start()  # type: ignore[misc]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        process: Any = self
+        process._popen.terminate = process._popen.kill
+
+    def run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGINT])  # not inherited from a fork server
+        super().run()  # type: ignore[misc]
+
+
+class _DeafFork(_Deaf, multiprocessing.context.ForkProcess):
+    pass
+
+
+class _DeafSpawn(_Deaf, multiprocessing.context.SpawnProcess):
+    pass
+
+
+class _DeafForkServer(_Deaf, multiprocessing.context.ForkServerProcess):
+    pass
+
+
+_DEAF = {"fork": _DeafFork, "spawn": _DeafSpawn, "forkserver": _DeafForkServer}
