@@ -20,8 +20,8 @@ from cli.conftest import check_refused
 from memfit.data import PackedDataset, Panel
 
 
-def rows(first, num_dates, num_assets=5):
-    date, asset = (axis.ravel() for axis in np.indices((num_dates, num_assets)))
+def rows(first, num_dates):
+    date, asset = (axis.ravel() for axis in np.indices((num_dates, 5)))
     number = np.arange(len(date), dtype=np.float64)
     return pa.table(
         {
@@ -38,7 +38,6 @@ def rows(first, num_dates, num_assets=5):
 @pytest.fixture
 def prices(tmp_path):
     pq.write_table(rows("2024-01-01", 10), tmp_path / "prices.parquet")
-    pq.write_table(rows("2024-02-01", 3), tmp_path / "later.parquet")
     return tmp_path
 
 
@@ -102,7 +101,7 @@ def test_info_says_what_a_panel_holds(memfit, prices):
         assert "  num_rows: 50\n  first_date: 2024-01-01\n  last_date: 2024-01-10\n" in done.out
         assert "  targets: f_ret\n" in done.out
     facts = json.loads(memfit("panel", "info", "out", "--json").out)
-    assert (facts["path"], facts["parent"], facts["num_listed_later"]) == (str(path), None, 0)
+    assert (facts["path"], facts["num_listed_later"]) == (str(path), 0)
     for where in ("absent", prices):
         check_refused(memfit("panel", "info", where), "", "memfit panel build SOURCE")
 
@@ -116,42 +115,7 @@ def test_verify_names_the_file_that_was_changed(memfit, prices):
     check_refused(memfit("panel", "verify", "out"), f"{file} was changed between bytes 0 and ", "rm -r ")
 
 
-def test_append_writes_a_version_and_prune_removes_the_old_one(memfit, prices):
-    memfit(*BUILD)
-    old = Panel.newest(prices / "out").path
-    done = memfit("panel", "append", "out", "later.parquet")
-    assert done.exit_code == 0
-    new = Panel.newest(prices / "out").path
-    assert new != old
-    assert f"{new}: appended, 13 dates x 5 assets" in done.out
-    assert "num_new_dates: 3\n" in done.out
-    assert f"parent: {old.name}" in memfit("panel", "info", "out").out
-    facts = json.loads(memfit("panel", "append", old, "later.parquet", "--json").out)
-    assert (facts["reused"], facts["num_new_dates"], facts["path"]) == (True, 3, str(new))
-
-    done = memfit("panel", "append", "out", "later.parquet")
-    check_refused(done, "3 of the source's 3 dates are not after the panel's last, 2024-02-03")
-
-    planned = json.loads(memfit("panel", "prune", "out", "--dry-run", "--json").out)
-    assert [(row["path"], row["removed"]) for row in planned["versions"]] == [(str(old), True), (str(new), False)]
-    assert old.exists()
-    done = memfit("panel", "prune", "out")
-    assert f"{old}: removed, " in done.out
-    assert f"{new}: stays: is the newest" in done.out
-    assert "1 of 2 panels removed" in done.out
-    assert not old.exists()
-    assert memfit("panel", "verify", "out").exit_code == 0
-    assert memfit("panel", "prune", "out", "--keep", "0").exit_code == 2
-
-
-def test_append_refuses_new_assets(memfit, prices):
-    memfit(*BUILD)
-    pq.write_table(rows("2024-02-01", 3, num_assets=7), "listed.parquet")
-    done = memfit("panel", "append", "out", "listed.parquet")
-    check_refused(done, "2 assets that the panel has not: A5, A6.", "build a panel anew from the whole source")
-
-
-@pytest.mark.parametrize("verb", ["build", "info", "verify", "append", "prune", "pack", "sizes"])
+@pytest.mark.parametrize("verb", ["build", "info", "verify", "pack", "sizes"])
 def test_each_verb_has_help_that_ends_with_its_exit_codes(memfit, verb):
     done = memfit("panel", verb, "--help")
     assert done.exit_code == 0

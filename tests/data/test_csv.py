@@ -44,7 +44,7 @@ def test_the_panel_of_a_csv_file_has_the_bytes_of_the_panel_of_the_same_table(tm
     assert tuple(panels[1].assets[:2]) == ("000", "001")
 
 
-def test_a_folder_of_csv_files_is_one_source_and_is_extended_and_measured(tmp_path):
+def test_a_folder_of_csv_files_is_one_source(tmp_path):
     folder = tmp_path / "rows"
     folder.mkdir()
     for place, part in enumerate((table().slice(0, 2000), table().slice(2000))):

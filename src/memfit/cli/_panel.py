@@ -1,11 +1,10 @@
-"""``memfit panel``: build, inspect, check, extend and prune panels; pack objects; the sizes of columns."""
+"""``memfit panel``: build, inspect and check panels; pack objects; the sizes of columns."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from memfit.reports import Part
 
 panel = typer.Typer(
-    help="Build, inspect, check, extend and prune panels: dates x assets x features in mapped files.\n\n"
+    help="Build, inspect and check panels: dates x assets x features in mapped files.\n\n"
     "memfit panel build prices.parquet --index date,code --features 'f*' --targets ret -o panels/",
     no_args_is_help=True,
     add_completion=False,
@@ -93,50 +92,6 @@ def verify(path: Where, as_json: AsJson = False) -> None:
         found.verify(progress=progress)
     facts = {"path": str(found.path), "whole": True, "bytes": found.nbytes}
     answer(facts, as_json, [f"{found.path}: {format_bytes(found.nbytes)}, every byte as it was written"])
-
-
-@panel.command(short_help="Write a version with later dates.")
-def append(path: Where, sources: Sources, as_json: AsJson = False) -> None:
-    """Write a version of a panel with a source's later dates beside it; the old version stays as it is.
-
-    memfit panel append panels/ today.parquet
-
-    The old bytes are checked and copied, the new dates added. The source has the same columns, no new asset, and only
-    dates after the last one.
-
-    Exit codes: 0 done, 2 bad input, a full disk, or a panel that is damaged.
-    """
-    old = _open(path)
-    with bar("appending") as progress:
-        new = old.append(sources, progress=progress)
-    more = {"reused": new.reused, "num_new_dates": new.shape[0] - old.shape[0]}
-    _tell(new, "was there already, " if new.reused else "appended, ", more, as_json)
-
-
-@panel.command("prune", short_help="Remove old panels from a cache folder.")
-def prune_(
-    directory: Annotated[Path, typer.Argument(help="The cache folder.", metavar="FOLDER")],
-    keep: Annotated[int, Option(help="How many of the newest stay.", min=1, metavar="N")] = 1,
-    dry_run: Annotated[bool, Option("--dry-run", help="Only say what would be removed.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Remove all panels of a cache folder but the newest, and what killed writers left there.
-
-    One that a living process has mapped, as far as you may look, and one that is being written stay.
-
-    Exit codes: 0 done, 2 no panel there.
-    """
-    from memfit.data import prune
-
-    found = prune(directory, keep=keep, dry_run=dry_run)
-    freed, gone = sum(one.freed_bytes for one in found), "would be removed" if dry_run else "removed"
-    number = sum(one.removed for one in found)
-    lines = [
-        f"{one.path}: {f'{gone}, {format_bytes(one.freed_bytes)}' if one.removed else f'stays: {one.reason}'}"
-        for one in found
-    ]
-    lines.append(f"{number} of {len(found)} panels {gone}; {format_bytes(freed)} {'would be ' if dry_run else ''}freed")
-    answer({"dry_run": dry_run, "freed_bytes": freed, "versions": [*map(asdict, found)]}, as_json, lines)
 
 
 @panel.command("pack", short_help="Turn pickles into one store that all processes map.")
@@ -272,7 +227,7 @@ def _words(texts: list[str]) -> list[str]:
 
 
 def _facts(found: Panel) -> dict[str, Any]:
-    same = ("path", "fingerprint", "parent", "num_rows", "dtype", "parameters")
+    same = ("path", "fingerprint", "num_rows", "dtype", "parameters")
     return {name: getattr(found, name) for name in same} | {
         "num_dates": found.shape[0],
         "first_date": found.dates[0],

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from memfit.data._source import Source as Source
     from memfit.data._source import decode_dates as decode_dates
     from memfit.data._source import match_columns as match_columns
-    from memfit.data._versions import Version as Version
-    from memfit.data._versions import prune as prune
-    from memfit.data._versions import versions as versions
 
 __all__ = [
     "Columns",
@@ -46,13 +43,10 @@ __all__ = [
     "Panel",
     "SequenceLoader",
     "Source",
-    "Version",
     "decode_dates",
     "host_footprint",
     "loader_footprint",
     "pack",
-    "prune",
-    "versions",
     "windows",
 ]
 

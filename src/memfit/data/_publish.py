@@ -50,17 +50,11 @@ def locked(path: Path) -> Iterator[None]:
 
 def sweep(path: Path) -> None:
     """Remove what killed writers of other panels left in a cache folder: those whose lock is free."""
-    for suffix in (".building", ".removing"):
-        for aside in path.parent.glob(f".*{suffix}"):
-            owner = aside.with_name(aside.name.removeprefix(".").removesuffix(suffix))
-            if owner == path:
-                shutil.rmtree(aside)
-                continue
-            try:
-                with panel_lock(owner).acquire(timeout=0):
-                    shutil.rmtree(aside, ignore_errors=True)
-            except Timeout:
-                pass
+    for aside in path.parent.glob(".*.building"):
+        owner = aside.with_name(aside.name.removeprefix(".").removesuffix(".building"))
+        if owner != path:
+            with suppress(Timeout), panel_lock(owner).acquire(timeout=0):
+                shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_space(directory: Path, what: str, needed: int) -> None:
