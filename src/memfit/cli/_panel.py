@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -104,16 +103,13 @@ def pack_(
     ],
     *,
     output: Annotated[Path, Option("--output", "-o", help="The folder to make.", metavar="FOLDER")],
-    ranks: Annotated[int, Option(help="Measure so many processes; 0 measures none.", min=0, max=64, metavar="N")] = 4,
     as_json: AsJson = False,
 ) -> None:
     """Pack pickles into one store, once; the same command again finds it, and checks every byte of it.
 
     memfit panel pack 'scenes/*.pkl' -o scenes.packed
 
-    A pickle holds a list of items, or one item. All have the keys of the first one. One file at a time is in memory.
-    100 items, drawn at random, are read back and compared. Then N processes hold a list of the first items, and N map
-    the store: their memory (PSS) is shown.
+    A pickle holds a list of items, or one item. One file at a time is in memory.
 
     A pickle runs code when it is loaded. So memfit loads your own files alone, in a child process without variables
     that hold secrets. That child can still do what you can: pack only files that you trust.
@@ -130,33 +126,24 @@ def pack_(
         "memfit: a pickle runs code when it is loaded: pack only files that you trust. They are loaded in a child "
         f"process{f' without {kept}' if kept else ''}."
     )
-    with tempfile.TemporaryDirectory(prefix="memfit-pack-") as scratch, heartbeat("packing"):
-        wanted = {"words": sources, "path": str(output), "ranks": ranks, "scratch": scratch}
+    with heartbeat("packing"):
         try:
-            found = call_in_child("memfit.data:pack_source", wanted, env)
+            found = call_in_child("memfit.data:pack_source", {"words": sources, "path": str(output)}, env)
         except BaseException:
             remove_leftovers(output)
             raise
-    answer(found, as_json, _packed(found, ranks))
+    answer(found, as_json, _packed(found))
 
 
-def _packed(found: dict[str, Any], ranks: int) -> list[str]:
+def _packed(found: dict[str, Any]) -> list[str]:
     items, files = format_count(found["num_items"], "item"), format_count(found["num_files"], "file")
     if found["reused"]:
         return [f"{found['path']}: was there already, {items}; every byte as it was written"]
     of = f" of {files} ({format_bytes(found['source_bytes'])})" if found["num_files"] else ""
-    lines = [
+    return [
         f"{found['path']}: packed, {items}{of}, {format_bytes(found['bytes'])}",
-        f"  equal: {found['num_compared']} of {found['num_items']} items were read back and compared",
+        f'  use it: PackedDataset.open("{found["path"]}")',
     ]
-    if measured := found["ranks"]:
-        first = "all" if measured["num_items"] == found["num_items"] else f"the first {measured['num_items']}"
-        listed, mapped = format_bytes(measured["list_bytes"]), format_bytes(measured["store_bytes"])
-        lines += [f"  PSS of {measured['num_ranks']} processes with {first} items: {listed} as lists, {mapped} mapped"]
-    elif ranks:
-        lines.append("  memory not measured: that needs Linux, and a first item of at most 16 MiB")
-    lines.append(f'  use it: PackedDataset.open("{found["path"]}")')
-    return lines
 
 
 @panel.command(short_help="Compare columns on disk with columns in memory.")
