@@ -11,7 +11,6 @@ import typer
 from typer import Option
 
 from memfit.cli._terminal import AsJson, answer, bar, console, heartbeat
-from memfit.errors import UsageError
 from memfit.masking import mask
 from memfit.units import format_bytes, format_count, list_some
 
@@ -33,7 +32,7 @@ Sources = Annotated[
     typer.Argument(help="Parquet, Arrow or CSV files, or folders of them; rows in any order.", metavar="SOURCE..."),
 ]
 _NUM_NAMED, _TYPE_WIDTH, _ABSURD = 12, 24, 10  # a column of at least this ratio is flagged
-_SIZES = ("disk_bytes", "pandas_bytes", "panel_bytes")
+_SIZES = ("disk_bytes", "pandas_bytes")
 _IN_TITLE = ("path", "dtype", "bytes", "num_dates", "num_assets", "reused")  # facts that the first line has
 
 
@@ -149,51 +148,42 @@ def _packed(found: dict[str, Any]) -> list[str]:
 @panel.command(short_help="Compare columns on disk with columns in memory.")
 def sizes(
     sources: Sources,
-    *,
-    index: Annotated[
-        str | None, Option(help="The columns of dates and of asset codes, for a panel's cells.", metavar="DATE,ASSET")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what each column of files takes on disk, in pandas, and in a panel.
+    """Show what each column of files takes on disk and in pandas.
 
-    memfit panel sizes prices.parquet --index date,code
+    memfit panel sizes prices.parquet
 
     The ratio is pandas to disk; from 10 on, the last column says what takes less. Text that repeats is small on disk
-    and large in memory. A panel has a float32 for each date and asset of --index, without it for each row.
+    and large in memory.
 
     Exit codes: 0 done, 2 bad input.
     """
     from memfit.data import column_sizes
 
-    keys = _words([index]) if index is not None else None
-    if keys is not None and len(keys) != 2:
-        raise UsageError(
-            f"--index is '{index}'.", rule="it names two columns.", remedy="write for example --index date,code"
-        )
     with bar("reading") as progress:
-        num_rows, found = column_sizes(sources, index=(keys[0], keys[1]) if keys else None, progress=progress)
+        num_rows, found = column_sizes(sources, progress=progress)
     names = ("name", *_SIZES, "ratio", "remedy")
     columns = [
         {name: getattr(one, name) for name in names} | {"type": str(one.type), "flagged": one.ratio >= _ABSURD}
         for one in found
     ]
-    total = {name: sum(column[name] or 0 for column in columns) for name in _SIZES}
+    total = {name: sum(column[name] for column in columns) for name in _SIZES}
     facts = {"num_rows": num_rows, "columns": columns, "total": total}
     answer(facts, as_json, _view_sizes(facts))
 
 
 def _view_sizes(facts: dict[str, Any]) -> Iterator[Part]:
-    from memfit.reports import Table, or_dash
+    from memfit.reports import Table
 
     total, rows = facts["total"], []
     ratio = total["pandas_bytes"] / max(1, total["disk_bytes"])
     last = {**total, "name": "all", "type": format_count(facts["num_rows"], "row"), "ratio": ratio}
     for one in (*facts["columns"], last):
-        sizes = [or_dash(one[name], format_bytes) for name in _SIZES]
+        sizes = [format_bytes(one[name]) for name in _SIZES]
         remedy = one["remedy"] if one.get("flagged") else ""
         rows.append((one["name"], one["type"][:_TYPE_WIDTH], *sizes, f"{one['ratio']:,.1f}", remedy))
-    headings = ("column", "type", "on disk", "pandas", "panel", "ratio", "what takes less")
+    headings = ("column", "type", "on disk", "pandas", "ratio", "what takes less")
     words = ("column", "type", "what takes less")  # on a narrow terminal they break, and sizes are whole
     yield Table(headings, rows, words, fold=words)
 

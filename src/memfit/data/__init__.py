@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from memfit.data._loader import Loader as Loader
     from memfit.data._loader_footprint import LoaderUse as LoaderUse
     from memfit.data._loader_footprint import host_footprint as host_footprint
-    from memfit.data._loader_footprint import loader_footprint as loader_footprint
     from memfit.data._loader_footprint import look_through as look_through
     from memfit.data._manifest import check_panel as check_panel
     from memfit.data._manifest import write_sealed as write_sealed
@@ -45,7 +44,6 @@ __all__ = [
     "Source",
     "decode_dates",
     "host_footprint",
-    "loader_footprint",
     "pack",
     "windows",
 ]
