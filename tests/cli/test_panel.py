@@ -49,17 +49,16 @@ def test_a_panel_is_built_by_patterns_and_found_again(memfit, prices):
     assert (done.exit_code, done.err) == (0, "")
     panel = Panel.newest(prices / "out")
     assert (panel.feature_names, panel.target_names, panel.shape) == (("f1", "f2"), ("f_ret",), (10, 5, 2))
-    assert f"{panel.path}: built, 10 dates x 5 assets x 2 features, float32, " in done.out
+    assert f"{panel.path}: built, 10 dates x 5 assets x 2 features, " in done.out
     assert "features: f1, f2\n" in done.out
     assert "left_out: 'f_name' (string), 'f_ret' (has another role)" in done.out
     assert "was there already" in memfit(*BUILD).out
 
 
-def test_build_takes_a_type_and_prints_json(memfit, prices):
-    done = memfit(*BUILD, "--dtype", "float16", "--json")
+def test_build_prints_json(memfit, prices):
+    done = memfit(*BUILD, "--json")
     facts = json.loads(done.out)
     panel = Panel.open(facts["path"])
-    assert panel.dtype == facts["dtype"] == "float16"
     assert (facts["num_dates"], facts["num_assets"], facts["num_rows"]) == (10, 5, 50)
     assert (facts["features"], facts["targets"], facts["reused"]) == (["f1", "f2"], ["f_ret"], False)
     assert facts["bytes"] == panel.nbytes
@@ -73,7 +72,6 @@ def test_build_takes_a_type_and_prints_json(memfit, prices):
         (["--index", "day,id", "--features", "g*"], "the pattern 'g*' finds no column of numbers"),
         (["--index", "day,id", "--features", "f_nam"], "0 columns named 'f_nam'"),
         (["--index", "day,id", "--features", "f_name"], "column 'f_name' of prices.parquet has type string"),
-        (["--index", "day,id", "--features", "f1", "--dtype", "int8"], "dtype is int8"),
     ],
 )
 def test_what_cannot_be_built_is_refused_in_three_parts(memfit, prices, words, message):

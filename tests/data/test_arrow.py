@@ -82,7 +82,7 @@ def test_numbers_are_those_of_pyarrow_also_of_a_slice(kind: str, values: list[in
     dates = pa.array(np.arange("2024-01-01", "2024-01-12", dtype="datetime64[D]"))
     table = pa.table({"date": dates, "code": ["ä€😀"] * 11, "f0": column})
     for part in (table, table.slice(2), table.slice(1, 9)):
-        panel = Panel.build(part, tmp_path, features=["f0"], dtype="float64")
+        panel = Panel.build(part, tmp_path, features=["f0"])
         expected = np.array([np.nan if one is None else one for one in part["f0"].to_pylist()], np.float64)
         np.testing.assert_array_equal(panel.values[:, 0, 0], expected)
         assert panel.assets == ("ä€😀",)

@@ -176,25 +176,6 @@ def test_bad_arguments_are_refused_with_their_numbers(panel: Panel, changes: dic
         DateBatches(panel, **given)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_batches_are_float32_whatever_the_panels_type(
-    make_table: Callable[..., pa.Table], tmp_path: Path, dtype: str
-) -> None:
-    panel = Panel.build(make_table(), tmp_path, features=["f0", "f1"], targets=["ret"], dtype=dtype)
-    for batch in DateBatches(panel, range(12), lookback=2, target="ret"):
-        assert batch.windows.dtype == batch.targets.dtype == np.float32
-        assert batch.windows.flags.c_contiguous
-        view = windows(panel, batch.date_index, 2)[batch.asset_indices]
-        np.testing.assert_array_equal(batch.windows, view.astype(np.float32))
-
-
-def test_a_value_beyond_float32_is_refused_and_not_made_infinite(tmp_path: Path) -> None:
-    table = pa.table({"date": ["2024-01-01"] * 2, "code": ["a", "b"], "f0": [1.0, 1e300]})
-    panel = Panel.build(table, tmp_path, features=["f0"], dtype="float64")
-    with pytest.raises(DataError, match=r"beyond float32 \(1e\+300\)"):
-        list(DateBatches(panel, [0], lookback=1, target=None))
-
-
 @pytest.mark.proves("S2-43")
 @pytest.mark.slow
 def test_workers_draw_the_same_batches_however_they_are_started(

@@ -33,7 +33,7 @@ Sources = Annotated[
 ]
 _NUM_NAMED, _TYPE_WIDTH, _ABSURD = 12, 24, 10  # a column of at least this ratio is flagged
 _SIZES = ("disk_bytes", "pandas_bytes")
-_IN_TITLE = ("path", "dtype", "bytes", "num_dates", "num_assets", "reused")  # facts that the first line has
+_IN_TITLE = ("path", "bytes", "num_dates", "num_assets", "reused")  # facts that the first line has
 
 
 @panel.command(short_help="Build a panel, or find the one that is there.")
@@ -44,7 +44,6 @@ def build(
     features: Annotated[list[str], Option(help="Names or quoted patterns, with commas: 'f*,g1'.", metavar="NAMES")],
     output: Annotated[Path, Option("--output", "-o", help="The cache folder.", metavar="FOLDER")],
     targets: Annotated[list[str] | None, Option(help="The same, for targets.", metavar="NAMES")] = None,
-    dtype: Annotated[str, Option(help="float32, float64 or float16.", metavar="TYPE")] = "float32",
     as_json: AsJson = False,
 ) -> None:
     """Build a panel from files, once; the same command again finds it, and checks every byte of it.
@@ -63,9 +62,7 @@ def build(
     wanted = match_columns(sources, _words(targets or []), taken=keys)
     found = match_columns(sources, _words(features), taken=[*keys, *wanted.names])
     with bar("building") as progress:
-        built = Panel.build(
-            sources, output, index=keys, features=found.names, targets=wanted.names, dtype=dtype, progress=progress
-        )
+        built = Panel.build(sources, output, index=keys, features=found.names, targets=wanted.names, progress=progress)
     more = {"reused": built.reused, "changed": list(built.changed), "left_out": [*wanted.left_out, *found.left_out]}
     _tell(built, "was there already, " if built.reused else "built, ", more, as_json)
 
@@ -204,7 +201,7 @@ def _words(texts: list[str]) -> list[str]:
 
 
 def _facts(found: Panel) -> dict[str, Any]:
-    same = ("path", "fingerprint", "num_rows", "dtype", "parameters")
+    same = ("path", "fingerprint", "num_rows", "parameters")
     return {name: getattr(found, name) for name in same} | {
         "num_dates": found.shape[0],
         "first_date": found.dates[0],
@@ -222,7 +219,7 @@ def _tell(found: Panel, done: str, more: dict[str, Any], as_json: bool) -> None:
     """Answer with a panel's facts and ``more``; to people with what was ``done`` and its shape first."""
     num_dates, num_assets, num_features = found.shape
     shape = f"{num_dates} dates x {num_assets} assets x {num_features} features"
-    first = f"{found.path}: {done}{shape}, {found.dtype}, {format_bytes(found.nbytes)}"
+    first = f"{found.path}: {done}{shape}, {format_bytes(found.nbytes)}"
     facts = _facts(found) | more
     told = {name: list_some(one, _NUM_NAMED) if isinstance(one, list | tuple) else one for name, one in facts.items()}
     lines = [f"  {name}: {one}" for name, one in told.items() if one and name not in _IN_TITLE]

@@ -14,10 +14,9 @@ from memfit.data._buffers import aligned
 from memfit.data._panel import Array, Panel
 from memfit.errors import DataError, check_counts
 
-#: Copied at a time, so that what a copy needs beside the batch stays small: 1 MiB of places, or 2 MiB of other types.
-#: Long pieces, because each one costs the time of some 100 KB copied.
+#: Copied at a time, so that what a copy needs beside the batch stays small: 1 MiB of places. Long pieces, because each
+#: one costs the time of some 100 KB copied.
 _PIECE_ROWS = 1 << 17
-_DECODED_BYTES = 1 << 21
 #: Windows of neighbouring assets are copied date by date up to this size: it takes a sixth less time at 2 MiB. Larger
 #: ones do not stay in the CPU's caches, and are faster window by window.
 _CACHED_BYTES = 1 << 22
@@ -32,7 +31,7 @@ def windows(panel: Panel, date_index: int, lookback: int) -> Array:
         lookback: Dates per window.
 
     Returns:
-        (num_assets, lookback, num_features) in the panel's dtype, dates ascending; NaN where a value is missing.
+        (num_assets, lookback, num_features) float32, dates ascending; NaN where a value is missing.
 
     Raises:
         DataError: If so many dates do not lie before that date.
@@ -91,9 +90,7 @@ class WindowReader:
         self.lookback = lookback
         self.num_dates, self.num_assets, self.num_features = panel.shape
         self._rows = panel.values.reshape(-1, self.num_features)
-        self._is_plain = panel.values.dtype == np.float32
-        most_rows = _PIECE_ROWS if self._is_plain else _DECODED_BYTES // (self.num_features * 4)
-        self._piece = max(1, most_rows // lookback)
+        self._piece = max(1, _PIECE_ROWS // lookback)
         self._steps = np.arange(1 - lookback, 1) * self.num_assets
         self._history = panel.history
         self._targets = None if target is None else panel.target(target)
@@ -118,7 +115,7 @@ class WindowReader:
         rows = memory[:size].view(np.float32).reshape(-1, self.num_features)
         targets = memory[aligned(size) :][: len(cells) * 4].view(np.float32)
         is_run = len(cells) > 0 and bool((np.diff(cells) == 1).all())
-        if self._is_plain and size <= _CACHED_BYTES and is_run:
+        if size <= _CACHED_BYTES and is_run:
             by_step = rows.reshape(len(cells), self.lookback, self.num_features).swapaxes(0, 1)
             for step, first in zip(by_step, (cells[0] + self._steps).tolist(), strict=True):
                 step[:] = self._rows[first : first + len(cells)]
@@ -127,32 +124,14 @@ class WindowReader:
         if self._targets is None:
             targets.fill(np.nan)
         else:
-            targets[:] = _to_float32(self._targets[np.divmod(cells, self.num_assets)])
+            targets[:] = self._targets[np.divmod(cells, self.num_assets)]
         return rows.reshape(-1, self.lookback, self.num_features), targets
 
     def _copy_rows(self, cells: npt.NDArray[np.int64], rows: npt.NDArray[np.float32]) -> None:
         for start in range(0, len(cells), self._piece):
             places = (cells[start : start + self._piece, None] + self._steps).ravel()
-            part = rows[start * self.lookback :][: len(places)]
-            if self._is_plain:
-                # mode="clip" lets numpy write into the memory directly; the places are in range by construction.
-                self._rows.take(places, 0, part, "clip")
-            else:
-                part[:] = _to_float32(self._rows[places])
-
-
-def _to_float32(values: Array) -> npt.NDArray[np.float32]:
-    if values.dtype == np.float32:
-        return values
-    with np.errstate(over="raise"):
-        try:
-            return values.astype(np.float32)
-        except FloatingPointError:
-            raise DataError(
-                f"a window holds a value beyond float32 ({np.nanmax(np.abs(values)):g}).",
-                rule=f"batches are float32, up to {np.finfo(np.float32).max:g}.",
-                remedy="scale the column before the panel is built",
-            ) from None
+            # mode="clip" lets numpy write into the memory directly; the places are in range by construction.
+            self._rows.take(places, 0, rows[start * self.lookback :][: len(places)], "clip")
 
 
 class _Batches:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -51,24 +51,23 @@ Array = npt.NDArray[Any]
 BUILD_VERSION = 1
 
 Facts = Mapping[str, Any]  # ``dtype`` and ``shape`` of an array, as a manifest has them
-_FLOATS = ("float16", "float32", "float64")
 #: What a panel takes beside its arrays (labels and the manifest), and the header of an array's file.
 _SLACK_BYTES, _HEADER_BYTES = 1 << 20, 128
 
 
 @dataclass(frozen=True)
 class PanelSpec:
-    """What to build from a source: columns by role, the type of the values, and the caller's own parameters."""
+    """What to build from a source: columns by role, and the caller's own parameters."""
 
     date: str
     asset: str
     features: tuple[str, ...]
     targets: tuple[str, ...]
-    dtype: str
-    parameters: Mapping[str, Any]
+    dtype: str = "float32"
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, index: Any, features: Any, targets: Any, dtype: Any, parameters: Mapping[str, Any]) -> PanelSpec:
+    def of(cls, index: Any, features: Any, targets: Any, parameters: Mapping[str, Any]) -> PanelSpec:
         """Return the spec of a build, its parameters as JSON gives them back."""
         names = () if isinstance(index, str) else tuple(index)
         if len(names) != 2 or names[0] == names[1] or not all(isinstance(name, str) for name in names):
@@ -85,16 +84,6 @@ class PanelSpec:
                     remedy=f"pass {role}=[...] with different column names",
                 )
         try:
-            kind = str(np.dtype(dtype))
-        except TypeError:
-            kind = str(dtype)
-        if kind not in _FLOATS:
-            raise DataError(
-                f"dtype is {kind}.",
-                rule=f"a panel's values are {', '.join(_FLOATS)}; a missing one is NaN.",
-                remedy='pass dtype="float32"; float64 holds whole numbers up to 2**53 exactly',
-            )
-        try:
             plain = json.loads(json.dumps(dict(parameters), sort_keys=True, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise DataError(
@@ -102,17 +91,17 @@ class PanelSpec:
                 rule="parameters are part of the panel's fingerprint, so they are plain values.",
                 remedy="pass numbers, text, lists and mappings of them",
             ) from error
-        return cls(names[0], names[1], tuple(features), tuple(targets), kind, plain)
+        return cls(names[0], names[1], tuple(features), tuple(targets), parameters=plain)
 
     @property
     def numbers(self) -> tuple[str, ...]:
         return self.features + self.targets
 
     def arrays(self, num_dates: int, num_assets: int) -> dict[str, Facts]:
-        dtype, cells = np.dtype(self.dtype).newbyteorder("<").str, [num_dates, num_assets]
+        cells = [num_dates, num_assets]
         return {
-            "values": {"dtype": dtype, "shape": [*cells, len(self.features)]},
-            "targets": {"dtype": dtype, "shape": [*cells, len(self.targets)]},
+            "values": {"dtype": "<f4", "shape": [*cells, len(self.features)]},
+            "targets": {"dtype": "<f4", "shape": [*cells, len(self.targets)]},
             "present": {"dtype": "|b1", "shape": cells},
             "history": {"dtype": "<i4", "shape": cells},
         }
@@ -237,7 +226,7 @@ def _scatter(source: Source, spec: PanelSpec, axes: Axes, arrays: Mapping[str, A
         cells["present"][cell] = True
         for name, columns in (("values", spec.features), ("targets", spec.targets)):
             if columns:
-                cells[name][cell] = _block(batch, columns, spec.dtype)
+                cells[name][cell] = _block(batch, columns)
         done += batch.num_rows
     if done != axes.num_rows:
         raise source_changed()
@@ -267,9 +256,9 @@ def _refuse_duplicates(cell: npt.NDArray[np.int64], present: Array, axes: Axes) 
         )
 
 
-def _block(batch: pa.RecordBatch, columns: tuple[str, ...], dtype: str) -> Array:
+def _block(batch: pa.RecordBatch, columns: tuple[str, ...]) -> Array:
     """Return columns side by side as (rows, columns), as they are stored."""
-    block = np.empty((batch.num_rows, len(columns)), dtype)
+    block = np.empty((batch.num_rows, len(columns)), np.float32)
     for j, name in enumerate(columns):
         numbers = decode_numbers(batch.column(name))
         with np.errstate(over="ignore"):
@@ -277,9 +266,9 @@ def _block(batch: pa.RecordBatch, columns: tuple[str, ...], dtype: str) -> Array
         lost = np.isinf(block[:, j]) & np.isfinite(numbers)
         if lost.any():
             raise DataError(
-                f"column '{name}' holds {numbers[lost][0]:g}, which {dtype} cannot hold.",
-                rule=f"the largest value of {dtype} is {np.finfo(dtype).max:g}.",
-                remedy='pass dtype="float64", or scale the column',
+                f"column '{name}' holds {numbers[lost][0]:g}, which float32 cannot hold.",
+                rule=f"the largest value of float32 is {np.finfo(np.float32).max:g}.",
+                remedy="scale the column",
             )
     return block
 

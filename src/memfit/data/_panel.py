@@ -29,8 +29,8 @@ class Panel:
     panel is its path. The folder never changes. Make one with `Panel.build` or `Panel.open`.
 
     Shapes:
-        values: (num_dates, num_assets, num_features), the build's dtype; a missing value or row is NaN.
-        targets: (num_dates, num_assets, num_targets), the same dtype.
+        values: (num_dates, num_assets, num_features), float32; a missing value or row is NaN.
+        targets: (num_dates, num_assets, num_targets), float32.
         present: (num_dates, num_assets), bool: the source had a row.
         history: (num_dates, num_assets), int32: on how many dates in a row, up to and with this one, there is a row
             and all features are finite. A window of L dates that ends here is whole when this is at least L.
@@ -60,7 +60,7 @@ class Panel:
         self.manifest = manifest
 
     @classmethod
-    def build(  # noqa: PLR0913 - the columns by role are one argument each, so that a call reads as a sentence
+    def build(
         cls,
         source: SourceLike,
         directory: Path | str,
@@ -68,7 +68,6 @@ class Panel:
         index: Sequence[str] = ("date", "code"),
         features: Sequence[str],
         targets: Sequence[str] = (),
-        dtype: str = "float32",
         parameters: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> Panel:
@@ -79,7 +78,7 @@ class Panel:
         one left.
 
         The fingerprint covers the content of the source (the bytes of files, the values of a table), the columns and
-        their types, dtype, parameters, and the version of this code. Every byte of a panel in the cache is checked
+        their types, parameters, and the version of this code. Every byte of a panel in the cache is checked
         before it is used again. On NFS the lock works where flock does; Lustre needs the mount option ``flock``.
 
         Args:
@@ -89,7 +88,6 @@ class Panel:
                 of asset codes (text or integers, kept as text and sorted as text).
             features: Columns of numbers (floats, integers, booleans, decimals).
             targets: Columns of numbers, kept apart from the features.
-            dtype: ``float32``, ``float64`` or ``float16``.
             parameters: Whatever else the values depend on, as plain values; part of the fingerprint.
             progress: Called by the process that builds with (rows done, rows in all); None writes a job's events.
 
@@ -102,7 +100,7 @@ class Panel:
         from memfit.data._build import PanelSpec, write_panel
         from memfit.data._source import Source
 
-        spec = PanelSpec.of(index, features, targets, dtype, parameters or {})
+        spec = PanelSpec.of(index, features, targets, parameters or {})
         path, reused, changed = write_panel(spec, Source.of(source), Path(directory), progress=progress)
         panel = cls.open(path, verify="full" if reused else "sizes")
         panel.reused, panel.changed = reused, changed
@@ -169,11 +167,6 @@ class Panel:
     def nbytes(self) -> int:
         """Bytes of all its arrays: what it takes on disk, and in the page cache when all of it was read."""
         return sum(int(facts["bytes"]) for facts in self.manifest.files.values())
-
-    @property
-    def dtype(self) -> str:
-        """The name of the values' type."""
-        return str(self.manifest.key["dtype"])
 
     @property
     def feature_names(self) -> tuple[str, ...]:

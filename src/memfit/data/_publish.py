@@ -65,7 +65,7 @@ def check_space(directory: Path, what: str, needed: int) -> None:
             f"{what} needs {format_bytes(needed)} ({needed} bytes) on disk; "
             f"{format_bytes(free)} ({free} bytes) are free.",
             rule=f"the file system of {directory} says so; nothing was written.",
-            remedy="free space there, name another cache folder, or build with fewer features or dtype='float16'",
+            remedy="free space there, name another cache folder, or build with fewer features",
         )
 
 
