@@ -15,13 +15,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memfit.data import DateBatches, Loader, Panel, windows
+from memfit.data import DateBatches, Loader, Panel
 from memfit.errors import DataError
 
 
 @pytest.fixture
 def panel(make_table: Callable[..., pa.Table], tmp_path: Path) -> Panel:
     return Panel.build(make_table(20, 30, missing=0.15), tmp_path, features=["f0", "f1"], targets=["ret"])
+
+
+def windows(panel: Panel, date: int, lookback: int) -> Any:
+    return panel.values[date + 1 - lookback : date + 1].transpose(1, 0, 2)
 
 
 def eligible(panel: Panel, date: int, lookback: int, target: str | None) -> list[int]:
@@ -133,21 +137,6 @@ def test_a_batch_is_the_same_by_number_as_in_turn(panel: Panel) -> None:
     np.testing.assert_array_equal(batches[-1].windows, batches[len(batches) - 1].windows)
     with pytest.raises(IndexError):
         batches[len(batches)]
-
-
-def test_windows_are_a_view_into_the_panel(panel: Panel) -> None:
-    view = windows(panel, 7, 5)
-    assert view.shape == (30, 5, 2)
-    assert np.shares_memory(view, panel.values)
-    assert not view.flags.writeable
-    assert view[3].ctypes.data == panel.values[3, 3].ctypes.data
-    np.testing.assert_array_equal(view[4], panel.values[3:8, 4])
-
-
-@pytest.mark.parametrize(("date", "lookback"), [(3, 5), (20, 2), (-1, 1), (5, 0)])
-def test_a_window_that_does_not_lie_in_the_panel_is_refused(panel: Panel, date: int, lookback: int) -> None:
-    with pytest.raises(DataError, match="dates 0 to 19"):
-        windows(panel, date, lookback)
 
 
 @pytest.mark.parametrize(

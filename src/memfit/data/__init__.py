@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from memfit.data._batches import DateBatch as DateBatch
     from memfit.data._batches import DateBatches as DateBatches
     from memfit.data._batches import WindowBatch as WindowBatch
-    from memfit.data._batches import windows as windows
     from memfit.data._buffers import Buffers as Buffers
     from memfit.data._loader import Loader as Loader
     from memfit.data._loader_footprint import LoaderUse as LoaderUse
@@ -45,7 +44,6 @@ __all__ = [
     "decode_dates",
     "host_footprint",
     "pack",
-    "windows",
 ]
 
 __getattr__, __dir__ = load_lazily(__name__)

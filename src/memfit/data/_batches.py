@@ -22,38 +22,6 @@ _PIECE_ROWS = 1 << 17
 _CACHED_BYTES = 1 << 22
 
 
-def windows(panel: Panel, date_index: int, lookback: int) -> Array:
-    """Return the last ``lookback`` dates of every asset up to a date: a read-only view of the panel.
-
-    Args:
-        panel: The panel.
-        date_index: The last date of each window, an index into ``panel.dates``.
-        lookback: Dates per window.
-
-    Returns:
-        (num_assets, lookback, num_features) float32, dates ascending; NaN where a value is missing.
-
-    Raises:
-        DataError: If so many dates do not lie before that date.
-
-    Example:
-        >>> import tempfile, pyarrow as pa
-        >>> rows = pa.table({"date": ["2024-01-02", "2024-01-03"], "code": ["A", "A"], "close": [1.0, 2.0]})
-        >>> panel = Panel.build(rows, tempfile.mkdtemp(), features=["close"])
-        >>> windows(panel, 1, 2).tolist()
-        [[[1.0], [2.0]]]
-    """
-    start = date_index + 1 - lookback
-    if lookback < 1 or start < 0 or date_index >= panel.shape[0]:
-        raise DataError(
-            f"a window of {lookback} dates cannot end at date {date_index}.",
-            rule=f"the panel has dates 0 to {panel.shape[0] - 1}, and a window lies within them.",
-            remedy=f"ask for dates from {max(lookback - 1, 0)} on, or for a shorter look-back",
-        )
-    view: Array = panel.values[start : date_index + 1].transpose(1, 0, 2)
-    return view
-
-
 @dataclass(frozen=True, eq=False)
 class DateBatch:
     """The eligible assets of one date, or a part of them.
@@ -178,15 +146,12 @@ class DateBatches(_Batches):
     alone. Pickles as the panel's path and the list of dates.
 
     Args:
-        panel, date_indices, lookback, target: As for `Loader`.
-        shuffle_seed: None keeps the dates' order. A seed draws order and chunks anew for every (seed, epoch).
-        min_assets: A date with fewer eligible assets is dropped and counted in ``num_skipped``.
-        max_assets: A date with more eligible assets is cut into chunks of nearly equal size, none larger than this.
+        panel, date_indices, lookback, target, min_assets, max_assets: As for `Loader`.
+        shuffle_seed: ``shuffle`` of `Loader`.
 
     Attributes:
-        num_skipped: Dates dropped: too little history before them, or too few eligible assets.
+        num_skipped, largest_batch_bytes: As for `Loader`.
         max_size: Windows in the largest batch.
-        largest_batch_bytes: Bytes of the windows of the largest batch.
 
     Raises:
         DataError: If no date is left, or if an argument is out of range.
