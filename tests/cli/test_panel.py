@@ -51,7 +51,6 @@ def test_a_panel_is_built_by_patterns_and_found_again(memfit, prices):
     assert (panel.feature_names, panel.target_names, panel.shape) == (("f1", "f2"), ("f_ret",), (10, 5, 2))
     assert f"{panel.path}: built, 10 dates x 5 assets x 2 features, " in done.out
     assert "features: f1, f2\n" in done.out
-    assert "left_out: 'f_name' (string), 'f_ret' (has another role)" in done.out
     assert "was there already" in memfit(*BUILD).out
 
 

@@ -35,7 +35,7 @@ sys.meta_path.insert(0, Refuses())
 from memfit.data import Panel, match_columns
 
 *files, folder = sys.argv[1:]
-features = match_columns(files, ["f*"]).names
+features = match_columns(files, ["f*"])
 panel = Panel.build(files, folder, features=features, targets=["f1"])
 assert not asked, asked
 print(panel.shape)

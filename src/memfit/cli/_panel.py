@@ -60,10 +60,10 @@ def build(
 
     keys = _words([index])
     wanted = match_columns(sources, _words(targets or []), taken=keys)
-    found = match_columns(sources, _words(features), taken=[*keys, *wanted.names])
+    found = match_columns(sources, _words(features), taken=[*keys, *wanted])
     with bar("building") as progress:
-        built = Panel.build(sources, output, index=keys, features=found.names, targets=wanted.names, progress=progress)
-    more = {"reused": built.reused, "changed": list(built.changed), "left_out": [*wanted.left_out, *found.left_out]}
+        built = Panel.build(sources, output, index=keys, features=found, targets=wanted, progress=progress)
+    more = {"reused": built.reused, "changed": list(built.changed)}
     _tell(built, "was there already, " if built.reused else "built, ", more, as_json)
 
 

@@ -25,13 +25,11 @@ if TYPE_CHECKING:
     from memfit.data._pickles import remove_leftovers as remove_leftovers
     from memfit.data._sequences import SequenceLoader as SequenceLoader
     from memfit.data._sizes import column_sizes as column_sizes
-    from memfit.data._source import Columns as Columns
     from memfit.data._source import Source as Source
     from memfit.data._source import decode_dates as decode_dates
     from memfit.data._source import match_columns as match_columns
 
 __all__ = [
-    "Columns",
     "DateBatch",
     "DateBatches",
     "Loader",
