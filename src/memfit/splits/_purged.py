@@ -285,9 +285,7 @@ def _column(name: str, values: ArrayLike | None, num_rows: int) -> NDArray[Any]:
             rule="a date is a datetime64 or a number.",
             remedy=f"convert it first: {name}=pandas.DatetimeIndex({name}).tz_localize(None)",
         )
-    if (
-        column.dtype.kind == "M"
-    ):  # one type for all: numpy compares those of two in nanoseconds, where 9999 wraps around
+    if column.dtype.kind == "M":  # one unit for all: numpy compares two in the finer one, where 9999 may wrap around
         column = column.astype("datetime64[us]")
     missing = ~np.isfinite(column)  # of dates, NaT
     if missing.any():
