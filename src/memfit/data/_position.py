@@ -14,7 +14,7 @@ from memfit.errors import UsageError
 BatchT = TypeVar("BatchT")
 
 #: A batch is made ahead if none of the last few was made faster: to hand one from thread to thread takes 0.1 to 0.2 ms
-#: of work on a busy machine, which must be little beside it.
+#: of work on a busy machine, which must be little beside it. docs/loading.md says why no measurement takes its place.
 _LEAST_SECONDS = 2e-3
 _NUM_RECENT = 8
 
