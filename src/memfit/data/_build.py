@@ -27,7 +27,6 @@ from memfit.data._manifest import (
 )
 from memfit.data._publish import (
     Progress,
-    check_space,
     locked,
     progress_events,
     source_changed,
@@ -148,10 +147,9 @@ def write_panel(
         changed = _differences(path.parent, key)
         axes = Axes.of(source, spec.date, spec.asset)
         arrays = spec.arrays(len(axes.dates), len(axes.assets))
-        what = f"a panel of {len(axes.dates)} dates x {len(axes.assets)} assets x {len(spec.features)} features"
+        shape = f"{len(axes.dates)} dates x {len(axes.assets)} assets x {len(spec.features)} features"
         needed = _SLACK_BYTES + sum(map(_num_bytes, arrays.values()))
-        check_space(path.parent, what, needed)
-        with writing(path, "the panel", needed) as aside:
+        with writing(path, f"a panel of {shape}", needed) as aside:
             _write_arrays(aside, spec, source, axes, arrays, progress or progress_events())
             if source.stamp() != stamp:
                 raise source_changed()

@@ -57,18 +57,6 @@ def sweep(path: Path) -> None:
                 shutil.rmtree(aside, ignore_errors=True)
 
 
-def check_space(directory: Path, what: str, needed: int) -> None:
-    """Refuse what is known not to fit before anything is written."""
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise DataError(
-            f"{what} needs {format_bytes(needed)} ({needed} bytes) on disk; "
-            f"{format_bytes(free)} ({free} bytes) are free.",
-            rule=f"the file system of {directory} says so; nothing was written.",
-            remedy="free space there, name another cache folder, or build with fewer features",
-        )
-
-
 @contextmanager
 def writing(path: Path, what: str, needed: int | None = None) -> Iterator[Path]:
     """Give a folder to write into, under its lock; rename it into place at the end, remove it after an error. That of a
@@ -89,7 +77,7 @@ def writing(path: Path, what: str, needed: int | None = None) -> Iterator[Path]:
         raise DataError(
             f"{what} could not be written ({error.strerror}):{need} {format_bytes(free)} ({free} bytes) are free.",
             rule=f"the file system, the quota or ulimit -f of {path.parent} says so; nothing was left behind.",
-            remedy="free space there, raise that limit, or name another folder",
+            remedy="free space there, raise that limit, name another folder, or give fewer columns or objects",
         ) from error
     sync_folder(path.parent)
 
