@@ -173,7 +173,7 @@ def test_a_label_that_ends_between_two_dates_is_not_moved_to_the_later_one() -> 
 def test_unresolved_labels_are_refused_and_counted() -> None:
     ends = np.array(["2024-01-02", "NaT", "2024-01-04", "NaT"], "datetime64[D]")
     days = np.arange("2024-01-01", "2024-01-05", dtype="datetime64[D]")
-    with pytest.raises(SplitError, match=r"2 of 4 labels are not resolved in label_end \(first: row 1\)") as caught:
+    with pytest.raises(SplitError, match=r"2 of 4 rows have no date in label_end \(first: row 1\)") as caught:
         PurgedKFold(2, label_end=ends).split(days)
     assert "drop those rows" in caught.value.remedy
 
@@ -322,7 +322,7 @@ _DROP = "drop those rows first, from X, groups and label_end alike: the rows whe
             {"X": np.array(["NaT", "2024-01-03"], "M8[D]")},
             (
                 "1 of 2 rows have no date in groups (first: row 0).",
-                "a row without a date lies in no test block.",
+                "a row without a date lies in no test block, and an open label has no end to purge by.",
                 _DROP.format("groups"),
             ),
         ),
@@ -330,8 +330,8 @@ _DROP = "drop those rows first, from X, groups and label_end alike: the rows whe
             {"label_end": [0.0, 1.0, np.nan, np.inf]},
             {"X": range(4)},
             (
-                "2 of 4 labels are not resolved in label_end (first: row 2).",
-                "an open label has no end to purge by, and no value to learn.",
+                "2 of 4 rows have no date in label_end (first: row 2).",
+                "a row without a date lies in no test block, and an open label has no end to purge by.",
                 _DROP.format("label_end"),
             ),
         ),

@@ -218,15 +218,12 @@ class WalkForward(_DateSplitter):
     Early folds train on less data than those of `PurgedKFold`.
 
     Args:
-        n_splits: Number of folds.
-        label_end: For each row the date on which its label is known, as for `PurgedKFold`. This or ``purged_size``.
-        purged_size: Number of dates that each label reaches ahead.
+        n_splits, label_end, purged_size: As for `PurgedKFold`.
         embargo_size: Number of distinct dates left free before the test block.
         train_size: The most distinct dates to train on; None takes all that there are.
 
     Raises:
-        SplitError: If a size is no whole number or too small, or not exactly one of ``label_end`` and ``purged_size``
-            is given.
+        SplitError: As `PurgedKFold`.
 
     Source:
         R. Pardo, The Evaluation and Optimization of Trading Strategies (2nd edition, 2008), chapter 11, for walking
@@ -289,12 +286,9 @@ def _column(name: str, values: ArrayLike | None, num_rows: int) -> NDArray[Any]:
         column = column.astype("datetime64[us]")
     missing = ~np.isfinite(column)  # of dates, NaT
     if missing.any():
-        what, rule = "labels are not resolved", "an open label has no end to purge by, and no value to learn."
-        if name == "groups":
-            what, rule = "rows have no date", "a row without a date lies in no test block."
         raise SplitError(
-            f"{int(missing.sum())} of {len(column)} {what} in {name} (first: row {int(missing.argmax())}).",
-            rule=rule,
+            f"{int(missing.sum())} of {len(column)} rows have no date in {name} (first: row {int(missing.argmax())}).",
+            rule="a row without a date lies in no test block, and an open label has no end to purge by.",
             remedy=f"drop those rows first, from X, groups and label_end alike: the rows where {name} is missing",
         )
     return column
