@@ -22,7 +22,6 @@ def test_every_file_that_is_named_exists():
 #: Where a test gives a private constant or function another value for its time, as no setting does. No other may.
 PATCHED = {
     "tests/cli/test_stop.py": {"memfit.rundir._liveness"},
-    "tests/data/test_append.py": {"memfit.data._versions"},
     "tests/data/test_build.py": {"memfit.data._build", "memfit.data._publish"},
     "tests/data/test_loader.py": {"memfit.data._position"},
     "tests/data/test_manifest.py": {"memfit.data._manifest"},

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import re
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -19,9 +18,9 @@ import numpy as np
 from memfit.data import DateBatches, Panel
 
 
-def held_bytes(name: str = "RssAnon") -> int:
-    """A size of this process: its anonymous memory, or what RLIMIT_DATA counts (``VmData``)."""
-    return int(re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
+def held_bytes() -> int:
+    """The anonymous memory of this process."""
+    return int(re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
 
 
 def pauses(stop_at: float | None) -> Callable[[int, int], None]:
@@ -82,32 +81,6 @@ def read(path: str) -> None:
     sys.stdin.readline()
 
 
-def append(panel: str, source: str, stop_at: float | None = None) -> None:
-    """Appends, and pauses at a share of the rows."""
-    print(json.dumps(str(Panel.open(panel).append(source, progress=pauses(stop_at)).path)), flush=True)
-
-
-def within(data_bytes_more: int, panel: str, source: str) -> None:
-    """Appends with so much private memory more than an interpreter that has loaded what it takes."""
-    import pyarrow as pa
-    import pyarrow.compute
-    import pyarrow.parquet
-
-    np.ones(1)
-    pa.set_cpu_count(1)
-    pa.set_io_thread_count(1)
-    limit = held_bytes("VmData") + data_bytes_more
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    Panel.open(panel).append(source)
-
-
-def hold(panel: str, name: str) -> None:
-    """Maps one array of a panel and stays until a line comes."""
-    array = getattr(Panel.open(panel), name)
-    print(json.dumps(array.nbytes), flush=True)
-    sys.stdin.readline()
-
-
 _batches: DateBatches
 
 
@@ -136,5 +109,5 @@ def batches(path: str, method: str) -> None:
 
 
 if __name__ == "__main__":
-    verbs = {one.__name__: one for one in (build, read, append, within, hold, batches)}
+    verbs = {one.__name__: one for one in (build, read, batches)}
     verbs[sys.argv[1]](**json.loads(sys.argv[2]))

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import torch
 
-from memfit.data import loader_footprint, pack
+from memfit.data import host_footprint, pack
 from memfit.memory import ProcReader
 
 NUM_ROWS, WIDTH = 72_000, 256
@@ -64,6 +64,6 @@ if __name__ == "__main__":
         loader = torch.utils.data.DataLoader(
             data, 256, shuffle=True, num_workers=2, persistent_workers=True, multiprocessing_context=method
         )
-        parts = dict(loader_footprint(loader).parts)
+        parts = dict(host_footprint(loader, training_bytes=None).parts)
         print(json.dumps({"parts": parts, "grown_bytes": measured(loader)}), flush=True)
         del loader, data

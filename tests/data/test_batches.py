@@ -15,13 +15,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memfit.data import DateBatches, Loader, Panel, windows
+from memfit.data import DateBatches, Loader, Panel
 from memfit.errors import DataError
 
 
 @pytest.fixture
 def panel(make_table: Callable[..., pa.Table], tmp_path: Path) -> Panel:
     return Panel.build(make_table(20, 30, missing=0.15), tmp_path, features=["f0", "f1"], targets=["ret"])
+
+
+def windows(panel: Panel, date: int, lookback: int) -> Any:
+    return panel.values[date + 1 - lookback : date + 1].transpose(1, 0, 2)
 
 
 def eligible(panel: Panel, date: int, lookback: int, target: str | None) -> list[int]:
@@ -135,21 +139,6 @@ def test_a_batch_is_the_same_by_number_as_in_turn(panel: Panel) -> None:
         batches[len(batches)]
 
 
-def test_windows_are_a_view_into_the_panel(panel: Panel) -> None:
-    view = windows(panel, 7, 5)
-    assert view.shape == (30, 5, 2)
-    assert np.shares_memory(view, panel.values)
-    assert not view.flags.writeable
-    assert view[3].ctypes.data == panel.values[3, 3].ctypes.data
-    np.testing.assert_array_equal(view[4], panel.values[3:8, 4])
-
-
-@pytest.mark.parametrize(("date", "lookback"), [(3, 5), (20, 2), (-1, 1), (5, 0)])
-def test_a_window_that_does_not_lie_in_the_panel_is_refused(panel: Panel, date: int, lookback: int) -> None:
-    with pytest.raises(DataError, match="dates 0 to 19"):
-        windows(panel, date, lookback)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -174,25 +163,6 @@ def test_bad_arguments_are_refused_with_their_numbers(panel: Panel, changes: dic
     given = {"date_indices": range(20), "lookback": 2, "target": "ret", **changes}
     with pytest.raises(DataError, match=message):
         DateBatches(panel, **given)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_batches_are_float32_whatever_the_panels_type(
-    make_table: Callable[..., pa.Table], tmp_path: Path, dtype: str
-) -> None:
-    panel = Panel.build(make_table(), tmp_path, features=["f0", "f1"], targets=["ret"], dtype=dtype)
-    for batch in DateBatches(panel, range(12), lookback=2, target="ret"):
-        assert batch.windows.dtype == batch.targets.dtype == np.float32
-        assert batch.windows.flags.c_contiguous
-        view = windows(panel, batch.date_index, 2)[batch.asset_indices]
-        np.testing.assert_array_equal(batch.windows, view.astype(np.float32))
-
-
-def test_a_value_beyond_float32_is_refused_and_not_made_infinite(tmp_path: Path) -> None:
-    table = pa.table({"date": ["2024-01-01"] * 2, "code": ["a", "b"], "f0": [1.0, 1e300]})
-    panel = Panel.build(table, tmp_path, features=["f0"], dtype="float64")
-    with pytest.raises(DataError, match=r"beyond float32 \(1e\+300\)"):
-        list(DateBatches(panel, [0], lookback=1, target=None))
 
 
 @pytest.mark.proves("S2-43")

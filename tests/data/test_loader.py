@@ -8,7 +8,6 @@ import itertools
 import json
 import pickle
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -220,32 +219,6 @@ def test_the_longest_batch_is_had_without_moving(panel: Panel) -> None:
         state = loader.state_dict()
         loader.longest()
         assert loader.state_dict() == state and len(list(iterator)) == len(sizes) - 1
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_batches_are_float32_from_a_panel_of_any_type(
-    make_table: Callable[..., pa.Table], tmp_path: Path, dtype: str
-) -> None:
-    table = make_table(9, 12, missing=0)
-    panel = Panel.build(table, tmp_path, features=["f0", "f1"], targets=["ret"], dtype=dtype)
-    num_seen = 0
-    for batch in Loader(panel, range(9), lookback=4, target="ret", shuffle=2):
-        window = panel.values[batch.date_index - 3 : batch.date_index + 1, batch.asset_indices]
-        expected = window.astype(np.float32).transpose(1, 0, 2)
-        np.testing.assert_array_equal(batch.windows, expected)
-        num_seen += len(batch.targets)
-    assert num_seen > 20
-
-
-def test_a_value_beyond_float32_ends_the_epoch_at_its_batch(tmp_path: Path) -> None:
-    table = pa.table({"date": ["2024-01-01", "2024-01-02"] * 2, "code": ["a"] * 2 + ["b"] * 2, "f0": [1.0, 1e300] * 2})
-    panel = Panel.build(table, tmp_path, features=["f0"], dtype="float64")
-    for num_workers in (0, 1):
-        with Loader(panel, [0, 1], lookback=1, target=None, num_workers=num_workers) as loader:
-            iterator = iter(loader)
-            assert next(iterator).windows.tolist() == [[[1.0]], [[1.0]]]
-            with pytest.raises(DataError, match=r"beyond float32 \(1e\+300\)"):
-                next(iterator)
 
 
 @pytest.mark.parametrize(

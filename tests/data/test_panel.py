@@ -53,13 +53,10 @@ def assert_holds(panel: Panel, table: pa.Table, features: list[str], targets: li
         np.testing.assert_array_equal(panel.history[date], run)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_a_panel_holds_the_sources_rows_and_nan_elsewhere(
-    make_table: Callable[..., pa.Table], tmp_path: Path, dtype: str
-) -> None:
+def test_a_panel_holds_the_sources_rows_and_nan_elsewhere(make_table: Callable[..., pa.Table], tmp_path: Path) -> None:
     table = make_table()
-    panel = Panel.build(table, tmp_path, features=["f2", "f0"], targets=["ret", "f1"], dtype=dtype)
-    assert panel.values.dtype == dtype
+    panel = Panel.build(table, tmp_path, features=["f2", "f0"], targets=["ret", "f1"])
+    assert panel.values.dtype == np.float32
     assert (panel.feature_names, panel.target_names) == (("f2", "f0"), ("ret", "f1"))
     assert panel.num_rows == table.num_rows
     assert_holds(panel, table, ["f2", "f0"], ["ret", "f1"])
@@ -89,8 +86,7 @@ def test_history_says_where_windows_are_whole(make_table: Callable[..., pa.Table
 def test_the_fingerprint_and_the_bytes_of_a_panel_are_those_of_earlier_versions(tmp_path: Path) -> None:
     rows = pa.table({"date": ["2024-01-02", "2024-01-02", "2024-01-03"], "code": ["A", "B", "B"], "f": [1.0, 2.0, 3.0]})
     panel = Panel.build(rows, tmp_path, features=["f"])
-    later = pa.table({"date": ["2024-01-04"], "code": ["A"], "f": [4.0]})
-    assert (panel.fingerprint[:16], panel.append(later).fingerprint[:16]) == ("87468d3818176a7c", "8b01a73145ee43b2")
+    assert panel.fingerprint[:16] == "87468d3818176a7c"
     assert hashlib.sha256((panel.path / "manifest.json").read_bytes()).hexdigest()[:16] == "b91ec5cf71128d86"
 
 

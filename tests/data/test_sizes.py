@@ -10,7 +10,7 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 
-from memfit.data import Panel, column_sizes
+from memfit.data import column_sizes
 from memfit.errors import DataError
 
 ROWS = 20_000
@@ -91,16 +91,6 @@ def test_an_arrow_file_is_read_too(tmp_path, compression):
     assert (double.pandas_bytes, single.pandas_bytes) == (8 * ROWS, 4 * ROWS)
 
 
-def test_a_panel_holds_a_cell_for_each_date_and_asset(make_table, tmp_path):
-    pq.write_table(make_table(40, 30, missing=0.5), tmp_path / "rows.parquet")
-    panel = Panel.build(tmp_path / "rows.parquet", tmp_path / "out", features=["f0", "f1", "f2"], targets=["ret"])
-    _, sizes = column_sizes(tmp_path / "rows.parquet", index=("date", "code"))
-    by_name = {one.name: one.panel_bytes for one in sizes}
-    assert (by_name["date"], by_name["code"]) == (None, None)
-    assert sum(by_name[name] for name in ("f0", "f1", "f2")) == panel.values.nbytes
-    assert by_name["ret"] == panel.targets.nbytes
-
-
 def test_a_part_of_a_folder_may_have_other_columns(tmp_path):
     pq.write_table(pa.table({"a": [1.0, 2.0]}), tmp_path / "1.parquet")
     pq.write_table(pa.table({"a": [3.0], "b": ["x"]}), tmp_path / "2.parquet")
@@ -108,10 +98,7 @@ def test_a_part_of_a_folder_may_have_other_columns(tmp_path):
     assert (num_rows, a.pandas_bytes, b.name) == (3, 24, "b")
 
 
-def test_a_name_that_stands_twice_or_an_index_that_is_not_there_is_refused(tmp_path):
+def test_a_name_that_stands_twice_is_refused(tmp_path):
     pq.write_table(pa.table([[1], [2]], names=["a", "a"]), tmp_path / "twice.parquet")
     with pytest.raises(DataError, match="2 columns named 'a'"):
         column_sizes(tmp_path / "twice.parquet")
-    pq.write_table(pa.table({"a": [1]}), tmp_path / "once.parquet")
-    with pytest.raises(DataError, match="0 columns named 'date'"):
-        column_sizes(tmp_path / "once.parquet", index=("date", "a"))

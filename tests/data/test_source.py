@@ -247,20 +247,13 @@ ROWS = pa.table(
 def test_patterns_find_numbers_as_the_source_has_them_each_once(tmp_path: Path) -> None:
     pq.write_table(ROWS, tmp_path / "rows.parquet")
     for source in (ROWS, tmp_path / "rows.parquet"):
-        assert match_columns(source, ["f?", "f1"]).names == ("f2", "f1")
-        assert match_columns(source, ["f1", "f*"]).names == ("f1", "f2", "f[1]")
-        found = match_columns(source, ["*"], taken=["date", "code", "ret"])
-        assert found.names == ("f2", "f1", "f[1]")
-        assert set(found.left_out) == {
-            "'date' (has another role)",
-            "'code' (has another role)",
-            "'ret' (has another role)",
-            "'sector' (string)",
-        }
+        assert match_columns(source, ["f?", "f1"]) == ("f2", "f1")
+        assert match_columns(source, ["f1", "f*"]) == ("f1", "f2", "f[1]")
+        assert match_columns(source, ["*"], taken=["date", "code", "ret"]) == ("f2", "f1", "f[1]")
 
 
 def test_a_name_is_taken_as_it_is_even_if_it_reads_like_a_pattern_or_is_not_there() -> None:
-    assert match_columns(ROWS, ["f[1]", "absent", "ret"], taken=["ret"]).names == ("f[1]", "absent", "ret")
+    assert match_columns(ROWS, ["f[1]", "absent", "ret"], taken=["ret"]) == ("f[1]", "absent", "ret")
 
 
 @pytest.mark.parametrize("pattern", ["g*", "sec*", "F?"])

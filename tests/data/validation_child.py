@@ -13,7 +13,7 @@ import torch
 from footprint_child import Rows, held
 from torch.utils.data import DataLoader
 
-from memfit.data import LoaderUse, loader_footprint
+from memfit.data import LoaderUse, host_footprint
 from memfit.training import Trainer, _validation
 
 NUM_ROWS, MANY = 40_000, 1 << 50
@@ -28,7 +28,7 @@ def fit(has_room, num_rows=NUM_ROWS):
     train_data, valid_data = listed(num_rows), listed(num_rows)
     loader = partial(DataLoader, batch_size=500, shuffle=True, num_workers=2, multiprocessing_context="fork")
     train, valid = loader(train_data, persistent_workers=True), loader(valid_data)
-    found = loader_footprint(train, valid, LoaderUse(release=not has_room))
+    found = host_footprint(train, valid, LoaderUse(release=not has_room), training_bytes=None)
     model = torch.nn.Linear(1, 1)
     before, grown = held(), {"train": 0, "validate": 0}
 

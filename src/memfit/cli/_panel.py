@@ -1,11 +1,9 @@
-"""``memfit panel``: build, inspect, check, extend and prune panels; pack objects; the sizes of columns."""
+"""``memfit panel``: build, inspect and check panels; pack objects; the sizes of columns."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +11,6 @@ import typer
 from typer import Option
 
 from memfit.cli._terminal import AsJson, answer, bar, console, heartbeat
-from memfit.errors import UsageError
 from memfit.masking import mask
 from memfit.units import format_bytes, format_count, list_some
 
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
     from memfit.reports import Part
 
 panel = typer.Typer(
-    help="Build, inspect, check, extend and prune panels: dates x assets x features in mapped files.\n\n"
+    help="Build, inspect and check panels: dates x assets x features in mapped files.\n\n"
     "memfit panel build prices.parquet --index date,code --features 'f*' --targets ret -o panels/",
     no_args_is_help=True,
     add_completion=False,
@@ -35,8 +32,8 @@ Sources = Annotated[
     typer.Argument(help="Parquet, Arrow or CSV files, or folders of them; rows in any order.", metavar="SOURCE..."),
 ]
 _NUM_NAMED, _TYPE_WIDTH, _ABSURD = 12, 24, 10  # a column of at least this ratio is flagged
-_SIZES = ("disk_bytes", "pandas_bytes", "panel_bytes")
-_IN_TITLE = ("path", "dtype", "bytes", "num_dates", "num_assets", "reused")  # facts that the first line has
+_SIZES = ("disk_bytes", "pandas_bytes")
+_IN_TITLE = ("path", "bytes", "num_dates", "num_assets", "reused")  # facts that the first line has
 
 
 @panel.command(short_help="Build a panel, or find the one that is there.")
@@ -47,7 +44,6 @@ def build(
     features: Annotated[list[str], Option(help="Names or quoted patterns, with commas: 'f*,g1'.", metavar="NAMES")],
     output: Annotated[Path, Option("--output", "-o", help="The cache folder.", metavar="FOLDER")],
     targets: Annotated[list[str] | None, Option(help="The same, for targets.", metavar="NAMES")] = None,
-    dtype: Annotated[str, Option(help="float32, float64 or float16.", metavar="TYPE")] = "float32",
     as_json: AsJson = False,
 ) -> None:
     """Build a panel from files, once; the same command again finds it, and checks every byte of it.
@@ -64,12 +60,10 @@ def build(
 
     keys = _words([index])
     wanted = match_columns(sources, _words(targets or []), taken=keys)
-    found = match_columns(sources, _words(features), taken=[*keys, *wanted.names])
+    found = match_columns(sources, _words(features), taken=[*keys, *wanted])
     with bar("building") as progress:
-        built = Panel.build(
-            sources, output, index=keys, features=found.names, targets=wanted.names, dtype=dtype, progress=progress
-        )
-    more = {"reused": built.reused, "changed": list(built.changed), "left_out": [*wanted.left_out, *found.left_out]}
+        built = Panel.build(sources, output, index=keys, features=found, targets=wanted, progress=progress)
+    more = {"reused": built.reused, "changed": list(built.changed)}
     _tell(built, "was there already, " if built.reused else "built, ", more, as_json)
 
 
@@ -95,50 +89,6 @@ def verify(path: Where, as_json: AsJson = False) -> None:
     answer(facts, as_json, [f"{found.path}: {format_bytes(found.nbytes)}, every byte as it was written"])
 
 
-@panel.command(short_help="Write a version with later dates.")
-def append(path: Where, sources: Sources, as_json: AsJson = False) -> None:
-    """Write a version of a panel with a source's later dates beside it; the old version stays as it is.
-
-    memfit panel append panels/ today.parquet
-
-    The old bytes are checked and copied, the new dates added. The source has the same columns, no new asset, and only
-    dates after the last one.
-
-    Exit codes: 0 done, 2 bad input, a full disk, or a panel that is damaged.
-    """
-    old = _open(path)
-    with bar("appending") as progress:
-        new = old.append(sources, progress=progress)
-    more = {"reused": new.reused, "num_new_dates": new.shape[0] - old.shape[0]}
-    _tell(new, "was there already, " if new.reused else "appended, ", more, as_json)
-
-
-@panel.command("prune", short_help="Remove old panels from a cache folder.")
-def prune_(
-    directory: Annotated[Path, typer.Argument(help="The cache folder.", metavar="FOLDER")],
-    keep: Annotated[int, Option(help="How many of the newest stay.", min=1, metavar="N")] = 1,
-    dry_run: Annotated[bool, Option("--dry-run", help="Only say what would be removed.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Remove all panels of a cache folder but the newest, and what killed writers left there.
-
-    One that a living process has mapped, as far as you may look, and one that is being written stay.
-
-    Exit codes: 0 done, 2 no panel there.
-    """
-    from memfit.data import prune
-
-    found = prune(directory, keep=keep, dry_run=dry_run)
-    freed, gone = sum(one.freed_bytes for one in found), "would be removed" if dry_run else "removed"
-    number = sum(one.removed for one in found)
-    lines = [
-        f"{one.path}: {f'{gone}, {format_bytes(one.freed_bytes)}' if one.removed else f'stays: {one.reason}'}"
-        for one in found
-    ]
-    lines.append(f"{number} of {len(found)} panels {gone}; {format_bytes(freed)} {'would be ' if dry_run else ''}freed")
-    answer({"dry_run": dry_run, "freed_bytes": freed, "versions": [*map(asdict, found)]}, as_json, lines)
-
-
 @panel.command("pack", short_help="Turn pickles into one store that all processes map.")
 def pack_(
     sources: Annotated[
@@ -149,16 +99,13 @@ def pack_(
     ],
     *,
     output: Annotated[Path, Option("--output", "-o", help="The folder to make.", metavar="FOLDER")],
-    ranks: Annotated[int, Option(help="Measure so many processes; 0 measures none.", min=0, max=64, metavar="N")] = 4,
     as_json: AsJson = False,
 ) -> None:
     """Pack pickles into one store, once; the same command again finds it, and checks every byte of it.
 
     memfit panel pack 'scenes/*.pkl' -o scenes.packed
 
-    A pickle holds a list of items, or one item. All have the keys of the first one. One file at a time is in memory.
-    100 items, drawn at random, are read back and compared. Then N processes hold a list of the first items, and N map
-    the store: their memory (PSS) is shown.
+    A pickle holds a list of items, or one item. One file at a time is in memory.
 
     A pickle runs code when it is loaded. So memfit loads your own files alone, in a child process without variables
     that hold secrets. That child can still do what you can: pack only files that you trust.
@@ -175,83 +122,65 @@ def pack_(
         "memfit: a pickle runs code when it is loaded: pack only files that you trust. They are loaded in a child "
         f"process{f' without {kept}' if kept else ''}."
     )
-    with tempfile.TemporaryDirectory(prefix="memfit-pack-") as scratch, heartbeat("packing"):
-        wanted = {"words": sources, "path": str(output), "ranks": ranks, "scratch": scratch}
+    with heartbeat("packing"):
         try:
-            found = call_in_child("memfit.data:pack_source", wanted, env)
+            found = call_in_child("memfit.data:pack_source", {"words": sources, "path": str(output)}, env)
         except BaseException:
             remove_leftovers(output)
             raise
-    answer(found, as_json, _packed(found, ranks))
+    answer(found, as_json, _packed(found))
 
 
-def _packed(found: dict[str, Any], ranks: int) -> list[str]:
+def _packed(found: dict[str, Any]) -> list[str]:
     items, files = format_count(found["num_items"], "item"), format_count(found["num_files"], "file")
     if found["reused"]:
         return [f"{found['path']}: was there already, {items}; every byte as it was written"]
     of = f" of {files} ({format_bytes(found['source_bytes'])})" if found["num_files"] else ""
-    lines = [
+    return [
         f"{found['path']}: packed, {items}{of}, {format_bytes(found['bytes'])}",
-        f"  equal: {found['num_compared']} of {found['num_items']} items were read back and compared",
+        f'  use it: PackedDataset.open("{found["path"]}")',
     ]
-    if measured := found["ranks"]:
-        first = "all" if measured["num_items"] == found["num_items"] else f"the first {measured['num_items']}"
-        listed, mapped = format_bytes(measured["list_bytes"]), format_bytes(measured["store_bytes"])
-        lines += [f"  PSS of {measured['num_ranks']} processes with {first} items: {listed} as lists, {mapped} mapped"]
-    elif ranks:
-        lines.append("  memory not measured: that needs Linux, and a first item of at most 16 MiB")
-    lines.append(f'  use it: PackedDataset.open("{found["path"]}")')
-    return lines
 
 
 @panel.command(short_help="Compare columns on disk with columns in memory.")
 def sizes(
     sources: Sources,
-    *,
-    index: Annotated[
-        str | None, Option(help="The columns of dates and of asset codes, for a panel's cells.", metavar="DATE,ASSET")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what each column of files takes on disk, in pandas, and in a panel.
+    """Show what each column of files takes on disk and in pandas.
 
-    memfit panel sizes prices.parquet --index date,code
+    memfit panel sizes prices.parquet
 
     The ratio is pandas to disk; from 10 on, the last column says what takes less. Text that repeats is small on disk
-    and large in memory. A panel has a float32 for each date and asset of --index, without it for each row.
+    and large in memory.
 
     Exit codes: 0 done, 2 bad input.
     """
     from memfit.data import column_sizes
 
-    keys = _words([index]) if index is not None else None
-    if keys is not None and len(keys) != 2:
-        raise UsageError(
-            f"--index is '{index}'.", rule="it names two columns.", remedy="write for example --index date,code"
-        )
     with bar("reading") as progress:
-        num_rows, found = column_sizes(sources, index=(keys[0], keys[1]) if keys else None, progress=progress)
+        num_rows, found = column_sizes(sources, progress=progress)
     names = ("name", *_SIZES, "ratio", "remedy")
     columns = [
         {name: getattr(one, name) for name in names} | {"type": str(one.type), "flagged": one.ratio >= _ABSURD}
         for one in found
     ]
-    total = {name: sum(column[name] or 0 for column in columns) for name in _SIZES}
+    total = {name: sum(column[name] for column in columns) for name in _SIZES}
     facts = {"num_rows": num_rows, "columns": columns, "total": total}
     answer(facts, as_json, _view_sizes(facts))
 
 
 def _view_sizes(facts: dict[str, Any]) -> Iterator[Part]:
-    from memfit.reports import Table, or_dash
+    from memfit.reports import Table
 
     total, rows = facts["total"], []
     ratio = total["pandas_bytes"] / max(1, total["disk_bytes"])
     last = {**total, "name": "all", "type": format_count(facts["num_rows"], "row"), "ratio": ratio}
     for one in (*facts["columns"], last):
-        sizes = [or_dash(one[name], format_bytes) for name in _SIZES]
+        sizes = [format_bytes(one[name]) for name in _SIZES]
         remedy = one["remedy"] if one.get("flagged") else ""
         rows.append((one["name"], one["type"][:_TYPE_WIDTH], *sizes, f"{one['ratio']:,.1f}", remedy))
-    headings = ("column", "type", "on disk", "pandas", "panel", "ratio", "what takes less")
+    headings = ("column", "type", "on disk", "pandas", "ratio", "what takes less")
     words = ("column", "type", "what takes less")  # on a narrow terminal they break, and sizes are whole
     yield Table(headings, rows, words, fold=words)
 
@@ -272,7 +201,7 @@ def _words(texts: list[str]) -> list[str]:
 
 
 def _facts(found: Panel) -> dict[str, Any]:
-    same = ("path", "fingerprint", "parent", "num_rows", "dtype", "parameters")
+    same = ("path", "fingerprint", "num_rows", "parameters")
     return {name: getattr(found, name) for name in same} | {
         "num_dates": found.shape[0],
         "first_date": found.dates[0],
@@ -290,7 +219,7 @@ def _tell(found: Panel, done: str, more: dict[str, Any], as_json: bool) -> None:
     """Answer with a panel's facts and ``more``; to people with what was ``done`` and its shape first."""
     num_dates, num_assets, num_features = found.shape
     shape = f"{num_dates} dates x {num_assets} assets x {num_features} features"
-    first = f"{found.path}: {done}{shape}, {found.dtype}, {format_bytes(found.nbytes)}"
+    first = f"{found.path}: {done}{shape}, {format_bytes(found.nbytes)}"
     facts = _facts(found) | more
     told = {name: list_some(one, _NUM_NAMED) if isinstance(one, list | tuple) else one for name, one in facts.items()}
     lines = [f"  {name}: {one}" for name, one in told.items() if one and name not in _IN_TITLE]

@@ -10,12 +10,10 @@ if TYPE_CHECKING:
     from memfit.data._batches import DateBatch as DateBatch
     from memfit.data._batches import DateBatches as DateBatches
     from memfit.data._batches import WindowBatch as WindowBatch
-    from memfit.data._batches import windows as windows
     from memfit.data._buffers import Buffers as Buffers
     from memfit.data._loader import Loader as Loader
     from memfit.data._loader_footprint import LoaderUse as LoaderUse
     from memfit.data._loader_footprint import host_footprint as host_footprint
-    from memfit.data._loader_footprint import loader_footprint as loader_footprint
     from memfit.data._loader_footprint import look_through as look_through
     from memfit.data._manifest import check_panel as check_panel
     from memfit.data._manifest import write_sealed as write_sealed
@@ -27,16 +25,11 @@ if TYPE_CHECKING:
     from memfit.data._pickles import remove_leftovers as remove_leftovers
     from memfit.data._sequences import SequenceLoader as SequenceLoader
     from memfit.data._sizes import column_sizes as column_sizes
-    from memfit.data._source import Columns as Columns
     from memfit.data._source import Source as Source
     from memfit.data._source import decode_dates as decode_dates
     from memfit.data._source import match_columns as match_columns
-    from memfit.data._versions import Version as Version
-    from memfit.data._versions import prune as prune
-    from memfit.data._versions import versions as versions
 
 __all__ = [
-    "Columns",
     "DateBatch",
     "DateBatches",
     "Loader",
@@ -46,14 +39,9 @@ __all__ = [
     "Panel",
     "SequenceLoader",
     "Source",
-    "Version",
     "decode_dates",
     "host_footprint",
-    "loader_footprint",
     "pack",
-    "prune",
-    "versions",
-    "windows",
 ]
 
 __getattr__, __dir__ = load_lazily(__name__)

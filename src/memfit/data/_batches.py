@@ -14,45 +14,12 @@ from memfit.data._buffers import aligned
 from memfit.data._panel import Array, Panel
 from memfit.errors import DataError, check_counts
 
-#: Copied at a time, so that what a copy needs beside the batch stays small: 1 MiB of places, or 2 MiB of other types.
-#: Long pieces, because each one costs the time of some 100 KB copied.
+#: Copied at a time, so that what a copy needs beside the batch stays small: 1 MiB of places. Long pieces, because each
+#: one costs the time of some 100 KB copied.
 _PIECE_ROWS = 1 << 17
-_DECODED_BYTES = 1 << 21
 #: Windows of neighbouring assets are copied date by date up to this size: it takes a sixth less time at 2 MiB. Larger
 #: ones do not stay in the CPU's caches, and are faster window by window.
 _CACHED_BYTES = 1 << 22
-
-
-def windows(panel: Panel, date_index: int, lookback: int) -> Array:
-    """Return the last ``lookback`` dates of every asset up to a date: a read-only view of the panel.
-
-    Args:
-        panel: The panel.
-        date_index: The last date of each window, an index into ``panel.dates``.
-        lookback: Dates per window.
-
-    Returns:
-        (num_assets, lookback, num_features) in the panel's dtype, dates ascending; NaN where a value is missing.
-
-    Raises:
-        DataError: If so many dates do not lie before that date.
-
-    Example:
-        >>> import tempfile, pyarrow as pa
-        >>> rows = pa.table({"date": ["2024-01-02", "2024-01-03"], "code": ["A", "A"], "close": [1.0, 2.0]})
-        >>> panel = Panel.build(rows, tempfile.mkdtemp(), features=["close"])
-        >>> windows(panel, 1, 2).tolist()
-        [[[1.0], [2.0]]]
-    """
-    start = date_index + 1 - lookback
-    if lookback < 1 or start < 0 or date_index >= panel.shape[0]:
-        raise DataError(
-            f"a window of {lookback} dates cannot end at date {date_index}.",
-            rule=f"the panel has dates 0 to {panel.shape[0] - 1}, and a window lies within them.",
-            remedy=f"ask for dates from {max(lookback - 1, 0)} on, or for a shorter look-back",
-        )
-    view: Array = panel.values[start : date_index + 1].transpose(1, 0, 2)
-    return view
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +58,7 @@ class WindowReader:
         self.lookback = lookback
         self.num_dates, self.num_assets, self.num_features = panel.shape
         self._rows = panel.values.reshape(-1, self.num_features)
-        self._is_plain = panel.values.dtype == np.float32
-        most_rows = _PIECE_ROWS if self._is_plain else _DECODED_BYTES // (self.num_features * 4)
-        self._piece = max(1, most_rows // lookback)
+        self._piece = max(1, _PIECE_ROWS // lookback)
         self._steps = np.arange(1 - lookback, 1) * self.num_assets
         self._history = panel.history
         self._targets = None if target is None else panel.target(target)
@@ -118,7 +83,7 @@ class WindowReader:
         rows = memory[:size].view(np.float32).reshape(-1, self.num_features)
         targets = memory[aligned(size) :][: len(cells) * 4].view(np.float32)
         is_run = len(cells) > 0 and bool((np.diff(cells) == 1).all())
-        if self._is_plain and size <= _CACHED_BYTES and is_run:
+        if size <= _CACHED_BYTES and is_run:
             by_step = rows.reshape(len(cells), self.lookback, self.num_features).swapaxes(0, 1)
             for step, first in zip(by_step, (cells[0] + self._steps).tolist(), strict=True):
                 step[:] = self._rows[first : first + len(cells)]
@@ -127,32 +92,14 @@ class WindowReader:
         if self._targets is None:
             targets.fill(np.nan)
         else:
-            targets[:] = _to_float32(self._targets[np.divmod(cells, self.num_assets)])
+            targets[:] = self._targets[np.divmod(cells, self.num_assets)]
         return rows.reshape(-1, self.lookback, self.num_features), targets
 
     def _copy_rows(self, cells: npt.NDArray[np.int64], rows: npt.NDArray[np.float32]) -> None:
         for start in range(0, len(cells), self._piece):
             places = (cells[start : start + self._piece, None] + self._steps).ravel()
-            part = rows[start * self.lookback :][: len(places)]
-            if self._is_plain:
-                # mode="clip" lets numpy write into the memory directly; the places are in range by construction.
-                self._rows.take(places, 0, part, "clip")
-            else:
-                part[:] = _to_float32(self._rows[places])
-
-
-def _to_float32(values: Array) -> npt.NDArray[np.float32]:
-    if values.dtype == np.float32:
-        return values
-    with np.errstate(over="raise"):
-        try:
-            return values.astype(np.float32)
-        except FloatingPointError:
-            raise DataError(
-                f"a window holds a value beyond float32 ({np.nanmax(np.abs(values)):g}).",
-                rule=f"batches are float32, up to {np.finfo(np.float32).max:g}.",
-                remedy="scale the column before the panel is built",
-            ) from None
+            # mode="clip" lets numpy write into the memory directly; the places are in range by construction.
+            self._rows.take(places, 0, rows[start * self.lookback :][: len(places)], "clip")
 
 
 class _Batches:
@@ -199,15 +146,12 @@ class DateBatches(_Batches):
     alone. Pickles as the panel's path and the list of dates.
 
     Args:
-        panel, date_indices, lookback, target: As for `Loader`.
-        shuffle_seed: None keeps the dates' order. A seed draws order and chunks anew for every (seed, epoch).
-        min_assets: A date with fewer eligible assets is dropped and counted in ``num_skipped``.
-        max_assets: A date with more eligible assets is cut into chunks of nearly equal size, none larger than this.
+        panel, date_indices, lookback, target, min_assets, max_assets: As for `Loader`.
+        shuffle_seed: ``shuffle`` of `Loader`.
 
     Attributes:
-        num_skipped: Dates dropped: too little history before them, or too few eligible assets.
+        num_skipped, largest_batch_bytes: As for `Loader`.
         max_size: Windows in the largest batch.
-        largest_batch_bytes: Bytes of the windows of the largest batch.
 
     Raises:
         DataError: If no date is left, or if an argument is out of range.

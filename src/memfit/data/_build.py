@@ -1,19 +1,12 @@
-"""Write a panel's files: a build, or a later version with the arrays of the one before it and its own new dates.
-
-A build is an append to nothing.
-"""
+"""Write a panel's files."""
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import math
 import os
-import shutil
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -29,14 +22,12 @@ from memfit.data._manifest import (
     FORMAT_VERSION,
     Manifest,
     canonical_json,
-    check_files,
     file_facts,
+    newest,
 )
 from memfit.data._publish import (
     Progress,
-    check_space,
     locked,
-    panel_lock,
     progress_events,
     source_changed,
     sweep,
@@ -51,7 +42,6 @@ from memfit.data._source import (
     numpy_of,
     text_of,
 )
-from memfit.data._versions import newest
 from memfit.errors import DataError
 
 Array = npt.NDArray[Any]
@@ -60,27 +50,23 @@ Array = npt.NDArray[Any]
 BUILD_VERSION = 1
 
 Facts = Mapping[str, Any]  # ``dtype`` and ``shape`` of an array, as a manifest has them
-_FLOATS = ("float16", "float32", "float64")
-#: What a panel takes beside its arrays: labels and the manifest.
-_SLACK_BYTES = 1 << 20
-_COPIED_BYTES = 64 << 20
-#: What a kernel answers that cannot copy a range between these files.
-_NO_COPY = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)
+#: What a panel takes beside its arrays (labels and the manifest), and the header of an array's file.
+_SLACK_BYTES, _HEADER_BYTES = 1 << 20, 128
 
 
 @dataclass(frozen=True)
 class PanelSpec:
-    """What to build from a source: columns by role, the type of the values, and the caller's own parameters."""
+    """What to build from a source: columns by role, and the caller's own parameters."""
 
     date: str
     asset: str
     features: tuple[str, ...]
     targets: tuple[str, ...]
-    dtype: str
-    parameters: Mapping[str, Any]
+    dtype: str = "float32"
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, index: Any, features: Any, targets: Any, dtype: Any, parameters: Mapping[str, Any]) -> PanelSpec:
+    def of(cls, index: Any, features: Any, targets: Any, parameters: Mapping[str, Any]) -> PanelSpec:
         """Return the spec of a build, its parameters as JSON gives them back."""
         names = () if isinstance(index, str) else tuple(index)
         if len(names) != 2 or names[0] == names[1] or not all(isinstance(name, str) for name in names):
@@ -97,16 +83,6 @@ class PanelSpec:
                     remedy=f"pass {role}=[...] with different column names",
                 )
         try:
-            kind = str(np.dtype(dtype))
-        except TypeError:
-            kind = str(dtype)
-        if kind not in _FLOATS:
-            raise DataError(
-                f"dtype is {kind}.",
-                rule=f"a panel's values are {', '.join(_FLOATS)}; a missing one is NaN.",
-                remedy='pass dtype="float32"; float64 holds whole numbers up to 2**53 exactly',
-            )
-        try:
             plain = json.loads(json.dumps(dict(parameters), sort_keys=True, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise DataError(
@@ -114,36 +90,20 @@ class PanelSpec:
                 rule="parameters are part of the panel's fingerprint, so they are plain values.",
                 remedy="pass numbers, text, lists and mappings of them",
             ) from error
-        return cls(names[0], names[1], tuple(features), tuple(targets), kind, plain)
-
-    @classmethod
-    def of_panel(cls, manifest: Manifest) -> PanelSpec:
-        found = {name: manifest.key[name] for name in cls.__dataclass_fields__}
-        return cls(**found | {role: tuple(found[role]) for role in ("features", "targets")})
+        return cls(names[0], names[1], tuple(features), tuple(targets), parameters=plain)
 
     @property
     def numbers(self) -> tuple[str, ...]:
         return self.features + self.targets
 
-    def empty_arrays(self, num_assets: int) -> dict[str, dict[str, Any]]:
-        dtype = np.dtype(self.dtype).newbyteorder("<").str
+    def arrays(self, num_dates: int, num_assets: int) -> dict[str, Facts]:
+        cells = [num_dates, num_assets]
         return {
-            "values": {"dtype": dtype, "shape": [0, num_assets, len(self.features)]},
-            "targets": {"dtype": dtype, "shape": [0, num_assets, len(self.targets)]},
-            "present": {"dtype": "|b1", "shape": [0, num_assets]},
-            "history": {"dtype": "<i4", "shape": [0, num_assets]},
+            "values": {"dtype": "<f4", "shape": [*cells, len(self.features)]},
+            "targets": {"dtype": "<f4", "shape": [*cells, len(self.targets)]},
+            "present": {"dtype": "|b1", "shape": cells},
+            "history": {"dtype": "<i4", "shape": cells},
         }
-
-
-@dataclass(frozen=True)
-class Base:
-    """What a later version needs of a panel: (num_dates,) dates, asset codes, (num_assets,) the last history."""
-
-    path: Path
-    manifest: Manifest
-    dates: npt.NDArray[np.datetime64]
-    assets: tuple[str, ...]
-    history: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -168,74 +128,14 @@ class Axes:
             raise DataError("the source has no rows.", rule="a panel has at least one.", remedy="name another source")
         return cls(dates, text_of(sorted(assets)), num_rows)
 
-    def check_later(self, base: Base) -> None:
-        """Refuse dates that are not after a panel's last one, and assets that it has not."""
-        last, old = base.dates[-1], self.dates[self.dates <= base.dates[-1]]
-        if len(old):
-            raise DataError(
-                f"{len(old)} of the source's {len(self.dates)} dates are not after the panel's last, {last}; "
-                f"the first is {old[0]}.",
-                rule="a later version has the old one's dates as they are.",
-                remedy=f"pass only rows after {last}, or build a panel anew from the whole source",
-            )
-        unknown = sorted(set(self.assets.to_pylist()).difference(base.assets))
-        if unknown:
-            raise DataError(
-                f"the source has {len(unknown)} assets that the panel has not: {', '.join(unknown[:5])}"
-                + (", ..." if len(unknown) > 5 else "."),
-                rule="every date of a panel has room for the same assets, so that a new one changes the layout of all.",
-                remedy="build a panel anew from the whole source, or drop those rows",
-            )
-
-
-def _header(facts: Facts) -> bytes:
-    """Return the header of an array's file, ``.npy``; its length does not depend on the number of dates."""
-    text, shape = io.BytesIO(), tuple(facts["shape"])
-    np.lib.format.write_array_header_1_0(text, {"descr": facts["dtype"], "fortran_order": False, "shape": shape})
-    return text.getvalue()
-
-
-def _num_bytes(facts: Facts) -> int:
-    return len(_header(facts)) + np.dtype(facts["dtype"]).itemsize * math.prod(facts["shape"])
-
-
-def _create(name: str, facts: Facts, num_new: int, base: Base | None, aside: Path) -> np.memmap[Any, Any]:
-    """Write the header and the old dates of an array that grows by dates; return a map of the new ones, all zeros."""
-    path, (num_dates, *shape) = aside / f"{name}.npy", facts["shape"]
-    if base is not None:
-        _copy(base.path / path.name, path)
-    with open(path, "r+b" if base else "wb") as file:
-        file.write(_header(facts))
-        file.truncate(_num_bytes(facts))
-    start = _num_bytes({**facts, "shape": [num_dates - num_new, *shape]})
-    _allocate(path, start)
-    return np.memmap(path, facts["dtype"], "r+", start, (num_new, *shape))
-
-
-def _copy(old: Path, new: Path) -> None:
-    """Copy a file inside the kernel; a file system that can clone shares the blocks of both."""
-    with open(old, "rb", buffering=0) as source, open(new, "wb", buffering=0) as target:
-        try:
-            while os.copy_file_range(source.fileno(), target.fileno(), _COPIED_BYTES):
-                pass
-        except (AttributeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in _NO_COPY:
-                raise
-            shutil.copyfileobj(source, target)  # from where the kernel has stopped
-
 
 def write_panel(
-    spec: PanelSpec,
-    source: Source,
-    directory: Path,
-    *,
-    base: Base | None = None,
-    progress: Progress | None = None,
+    spec: PanelSpec, source: Source, directory: Path, *, progress: Progress | None = None
 ) -> tuple[Path, bool, tuple[str, ...]]:
-    """Find the panel of a source in a cache folder, or write it there; with a base, the source has later dates. Return
-    its folder, whether it was there already, and in what it differs from the newest other one there."""
+    """Find the panel of a source in a cache folder, or write it there. Return its folder, whether it was there already,
+    and in what it differs from the newest other one there."""
     stamp = source.stamp()
-    key = _key(spec, source) | ({"parent": base.manifest.fingerprint} if base else {})
+    key = _key(spec, source)
     fingerprint = fingerprint_of(key)
     path = directory.resolve() / fingerprint[:16]
     if path.exists():
@@ -244,28 +144,16 @@ def write_panel(
         if path.exists():
             return path, True, ()
         sweep(path)
-        changed = () if base else _differences(path.parent, key)
+        changed = _differences(path.parent, key)
         axes = Axes.of(source, spec.date, spec.asset)
-        num_rows = axes.num_rows
-        if base:
-            axes.check_later(base)
-            axes = Axes(axes.dates, text_of(base.assets), num_rows)
-            num_rows += base.manifest.num_rows
-        arrays, num_new = base.manifest.arrays if base else spec.empty_arrays(len(axes.assets)), len(axes.dates)
-        grown = {
-            name: {**facts, "shape": [facts["shape"][0] + num_new, *facts["shape"][1:]]}
-            for name, facts in arrays.items()
-        }
+        arrays = spec.arrays(len(axes.dates), len(axes.assets))
         shape = f"{len(axes.dates)} dates x {len(axes.assets)} assets x {len(spec.features)} features"
-        what = f"a version with {len(axes.dates)} more dates" if base else f"a panel of {shape}"
-        needed = _SLACK_BYTES + sum(map(_num_bytes, grown.values()))
-        check_space(path.parent, what, needed)
-        with writing(path, "the panel", needed) as aside:
-            _write_arrays(base, aside, spec, source, axes, grown, progress or progress_events())
+        needed = _SLACK_BYTES + sum(map(_num_bytes, arrays.values()))
+        with writing(path, f"a panel of {shape}", needed) as aside:
+            _write_arrays(aside, spec, source, axes, arrays, progress or progress_events())
             if source.stamp() != stamp:
                 raise source_changed()
-            files = _force(aside)
-            Manifest(fingerprint, key, num_rows, grown, files).write(aside)
+            Manifest(fingerprint, key, axes.num_rows, arrays, _force(aside)).write(aside)
     return path, False, changed
 
 
@@ -300,33 +188,27 @@ def _force(aside: Path) -> dict[str, Any]:
 
 
 def _write_arrays(
-    base: Base | None,
-    aside: Path,
-    spec: PanelSpec,
-    source: Source,
-    axes: Axes,
-    grown: Mapping[str, Facts],
-    say: Progress,
+    aside: Path, spec: PanelSpec, source: Source, axes: Axes, facts: Mapping[str, Facts], say: Progress
 ) -> None:
-    with panel_lock(base.path) if base else nullcontext():  # so that nobody removes the old version meanwhile
-        if base:
-            check_files(base.path, base.manifest.files, "full")  # new checksums would vouch for damage
-        arrays = {name: _create(name, facts, len(axes.dates), base, aside) for name, facts in grown.items()}
+    arrays = {name: _create(aside / f"{name}.npy", one) for name, one in facts.items()}
     _scatter(source, spec, axes, arrays, say)
-    _finish(arrays, base.history if base else None)
+    _finish(arrays)
     for array in arrays.values():
         array.flush()
-    np.save(aside / DATES, np.concatenate([base.dates, axes.dates]) if base else axes.dates)
+    np.save(aside / DATES, axes.dates)
     (aside / ASSETS).write_text(json.dumps(axes.assets.to_pylist(), ensure_ascii=True) + "\n")
 
 
-def _allocate(path: Path, start: int) -> None:
-    """Take the disk blocks of a file that holds zeros from a byte on: a full disk fails here, not as SIGBUS later."""
-    size = path.stat().st_size
-    if size == start:
-        return
+def _num_bytes(facts: Facts) -> int:
+    return _HEADER_BYTES + np.dtype(facts["dtype"]).itemsize * math.prod(facts["shape"])
+
+
+def _create(path: Path, facts: Facts) -> np.memmap[Any, Any]:
+    """Return a map of a new file of zeros that has its disk blocks: a full disk fails here, not as SIGBUS later."""
+    array = np.lib.format.open_memmap(path, "w+", facts["dtype"], tuple(facts["shape"]))
     with open(path, "r+b") as file:
-        os.posix_fallocate(file.fileno(), start, size - start)
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
 
 
 def _scatter(source: Source, spec: PanelSpec, axes: Axes, arrays: Mapping[str, Array], progress: Progress) -> None:
@@ -342,7 +224,7 @@ def _scatter(source: Source, spec: PanelSpec, axes: Axes, arrays: Mapping[str, A
         cells["present"][cell] = True
         for name, columns in (("values", spec.features), ("targets", spec.targets)):
             if columns:
-                cells[name][cell] = _block(batch, columns, spec.dtype)
+                cells[name][cell] = _block(batch, columns)
         done += batch.num_rows
     if done != axes.num_rows:
         raise source_changed()
@@ -372,9 +254,9 @@ def _refuse_duplicates(cell: npt.NDArray[np.int64], present: Array, axes: Axes) 
         )
 
 
-def _block(batch: pa.RecordBatch, columns: tuple[str, ...], dtype: str) -> Array:
+def _block(batch: pa.RecordBatch, columns: tuple[str, ...]) -> Array:
     """Return columns side by side as (rows, columns), as they are stored."""
-    block = np.empty((batch.num_rows, len(columns)), dtype)
+    block = np.empty((batch.num_rows, len(columns)), np.float32)
     for j, name in enumerate(columns):
         numbers = decode_numbers(batch.column(name))
         with np.errstate(over="ignore"):
@@ -382,16 +264,16 @@ def _block(batch: pa.RecordBatch, columns: tuple[str, ...], dtype: str) -> Array
         lost = np.isinf(block[:, j]) & np.isfinite(numbers)
         if lost.any():
             raise DataError(
-                f"column '{name}' holds {numbers[lost][0]:g}, which {dtype} cannot hold.",
-                rule=f"the largest value of {dtype} is {np.finfo(dtype).max:g}.",
-                remedy='pass dtype="float64", or scale the column',
+                f"column '{name}' holds {numbers[lost][0]:g}, which float32 cannot hold.",
+                rule=f"the largest value of float32 is {np.finfo(np.float32).max:g}.",
+                remedy="scale the column",
             )
     return block
 
 
-def _finish(arrays: Mapping[str, Array], before: Array | None) -> None:
-    """Fill cells without a row, and count each cell's full dates in a row, from (num_assets,) ``before`` on."""
-    run = np.zeros(arrays["history"].shape[1], np.int32) if before is None else before
+def _finish(arrays: Mapping[str, Array]) -> None:
+    """Fill cells without a row, and count each cell's full dates in a row."""
+    run = np.zeros(arrays["history"].shape[1], np.int32)
     for date, present in enumerate(arrays["present"]):
         values = arrays["values"][date]
         if not present.all():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import math
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,7 +29,7 @@ from memfit.errors import JobFailedError, UsageError
 from memfit.memory import Footprint, PhasePeak
 
 Loop = Literal["plain", "huggingface", "lightning"]
-_NAMES = ("workers", "dataset copies", "pickled", "batches", "pinned", "data")
+_NAMES = ("workers", "dataset copies", "pickled", "batches", "pinned")
 _PAGE = 4096
 #: The batches of the small training have at most so many bytes and items.
 _MOST_MADE, _MOST_ITEMS = 8 << 20, 1024
@@ -52,11 +51,9 @@ class LoaderUse:
         num_ranks: Processes on this machine that have such loaders each, and share the items among them.
         num_validating: How many of them validate at a time; None for all of them.
         release: Whether the workers of the training end before validation, as `Trainer` has them do without room.
-        within: Whether validation begins before the training's iteration ended, so that its workers are there, too. It
-            always does with Lightning.
         num_epochs: The epochs of the training; None for many.
-        loop: Who runs the training: ``plain``, ``huggingface`` (transformers' Trainer) or ``lightning``.
-        modules: Further modules that the training's processes import.
+        loop: Who runs the training: ``plain``, ``huggingface`` (transformers' Trainer) or ``lightning``, whose
+            validation begins before the training's iteration ended.
 
     Raises:
         UsageError: If a number is out of range, or for another loop.
@@ -65,10 +62,8 @@ class LoaderUse:
     num_ranks: int = 1
     num_validating: int | None = None
     release: bool = False
-    within: bool = False
     num_epochs: int | None = None
     loop: Loop = "plain"
-    modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or not 0 < self.validating <= self.num_ranks:
@@ -103,8 +98,10 @@ class _Loader:
         return {name: self.parts.get(name, 0) for name in ("workers", "dataset copies") if is_there}
 
 
-def loader_footprint(train: Any, valid: Any = None, use: LoaderUse | None = None) -> Footprint:
-    """Forecast the memory of loaders on one machine, before any of them runs.
+def host_footprint(
+    train: Any, valid: Any = None, use: LoaderUse | None = None, *, training_bytes: int | None = 0
+) -> Footprint:
+    """Forecast the host memory of a training on one machine, before it starts.
 
     Global random generators keep their state. For each rank, with ``w`` workers and ``ahead = w * prefetch_factor``:
 
@@ -118,11 +115,17 @@ def loader_footprint(train: Any, valid: Any = None, use: LoaderUse | None = None
       collates; without workers three (in use, next, and the items that the next is made of). One is made here.
     - ``pinned``: ``ahead + 1`` of them, in powers of two.
     - ``data``: the objects and arrays of the data sets.
+    - ``interpreter``: the process itself with its imports: that small training, with batches of the same size (8 MiB at
+      most). The libraries that it maps are in ``shared_bytes``, once for the machine.
+    - ``training``: ``training_bytes``.
 
     Args:
         train: A PyTorch ``DataLoader`` over a map-style data set, a `Loader` or a `SequenceLoader`.
         valid: The one of the validation, or None.
         use: How the training uses them; None for one rank that does so for many epochs.
+        training_bytes: Host memory of a rank for weights, gradients, optimizer, buckets of DistributedDataParallel and
+            activations. On a CPU, AdamW and DDP take five times the weights, and the activations. It is not measured.
+            None: the loaders alone, without the last two parts.
 
     Returns:
         ``private_bytes``, the peak; its ``parts`` by the names above; ``shared_bytes``, the mapped files; ``phases``:
@@ -130,70 +133,40 @@ def loader_footprint(train: Any, valid: Any = None, use: LoaderUse | None = None
 
     Raises:
         UsageError: If a loader is of another kind.
-        JobFailedError: If the small training failed.
+        JobFailedError: If the small training failed, such as with a loop that is not installed.
 
     Example:
         >>> from memfit.data import LoaderUse, Padding, SequenceLoader
         >>> rows = [{"input_ids": [number, 1, 2]} for number in range(100)]
         >>> loader = SequenceLoader(rows, Padding(0), batch=10)
-        >>> found = loader_footprint(loader, use=LoaderUse(num_ranks=2))
+        >>> found = host_footprint(loader, use=LoaderUse(num_ranks=2), training_bytes=None)
         >>> found.parts["workers"], found.parts["batches"], found.parts["data"] > 20_000
         (0, 1920, True)
     """
-    use = _with_imports(use or LoaderUse(), train, valid)
-    loaders = [_look_at(one, use) for one in (train, valid) if one is not None]
-    data = {id(_data_of(one)): found.parts.pop("data", 0) for one, found in zip((train, valid), loaders, strict=False)}
-    added = {
-        phase: {name: sum(number * parts.get(name, 0) for number, parts in terms) for name in _NAMES}
+    use, given = use or LoaderUse(), [one for one in (train, valid) if one is not None]
+    modules = _imports(given)
+    loaders = [_look_at(one, use, modules) for one in given]
+    data = {id(_data_of(one)): found.parts.pop("data", 0) for one, found in zip(given, loaders, strict=True)}
+    shared = sum({key: size for found in loaders for key, size in found.mapped.items()}.values())
+    own = {"data": use.num_ranks * sum(data.values())}
+    if training_bytes is not None:
+        loader = next((one for one in given if getattr(one, "num_workers", 0)), train)
+        made = _batch_of(loader)[0] if hasattr(loader, "prefetch_factor") else 0
+        empty = _measure_empty_training(loader, use, modules, made)
+        own = {"interpreter": use.num_ranks * empty.process, "training": use.num_ranks * training_bytes} | own
+        shared += empty.files
+    phases = {
+        phase: own | {name: sum(number * parts.get(name, 0) for number, parts in terms) for name in _NAMES}
         for phase, terms in _by_phase(loaders, use).items()
     }
-    for parts in added.values():
-        parts["data"] = use.num_ranks * sum(data.values())
-    mapped = sum({key: size for found in loaders for key, size in found.mapped.items()}.values())
-    largest = max(added.values(), key=lambda parts: sum(parts.values()))
+    largest = max(phases.values(), key=lambda parts: sum(parts.values()))
     return Footprint(
         private_bytes=sum(largest.values()),
-        shared_bytes=mapped,
+        shared_bytes=shared,
         parts=largest,
-        phases={name: PhasePeak(sum(parts.values()), mapped) for name, parts in added.items()},
+        phases={name: PhasePeak(sum(parts.values()), shared) for name, parts in phases.items()},
         method="declared",
     )
-
-
-def host_footprint(
-    train: Any, valid: Any = None, use: LoaderUse | None = None, *, training_bytes: int = 0
-) -> Footprint:
-    """Forecast the host memory of a training on one machine, before it starts.
-
-    To what `loader_footprint` forecasts it adds, for each rank:
-
-    - ``interpreter``: a process with its imports that trains one small layer in the same loop, with batches of the
-      same size (8 MiB at most), measured on one: its anonymous memory. The libraries that it maps are in
-      ``shared_bytes``, once for the machine.
-    - ``training``: ``training_bytes``.
-
-    Args:
-        train, valid, use: As for `loader_footprint`.
-        training_bytes: Host memory of a rank for weights, gradients, optimizer, buckets of DistributedDataParallel and
-            activations. On a CPU, AdamW and DDP take five times the weights, and the activations. It is not measured.
-
-    Returns:
-        As from `loader_footprint`, with the parts above.
-
-    Raises:
-        UsageError: As `loader_footprint`.
-        JobFailedError: If the small training failed, such as with a loop that is not installed.
-    """
-    use = use or LoaderUse()
-    found = loader_footprint(train, valid, use)
-    loader = next((one for one in (train, valid) if getattr(one, "num_workers", 0)), train)
-    made = _batch_of(loader)[0] if hasattr(loader, "prefetch_factor") else 0
-    empty = _measure_empty_training(loader, _with_imports(use, train, valid), made)
-    added = {"interpreter": use.num_ranks * empty.process, "training": use.num_ranks * training_bytes}
-    more, shared = sum(added.values()), found.shared_bytes + empty.files
-    phases = {name: PhasePeak(peak.private_bytes + more, shared) for name, peak in found.phases.items()}
-    private, parts = found.private_bytes + more, {**added, **found.parts}
-    return replace(found, private_bytes=private, shared_bytes=shared, parts=parts, phases=phases)
 
 
 def _by_phase(loaders: Sequence[_Loader], use: LoaderUse) -> dict[str, list[tuple[int, dict[str, int]]]]:
@@ -204,11 +177,11 @@ def _by_phase(loaders: Sequence[_Loader], use: LoaderUse) -> dict[str, list[tupl
     old = [is_lightning and found.starts_slowly for found in loaders]
     phases = {"train": [(ranks, train.parts), (ranks, train.workers(old[0] and use.num_epochs != 1))]}
     if len(loaders) > 1:
-        valid, within = loaders[1], use.within or is_lightning
+        valid = loaders[1]
         phases["train"].append((ranks, valid.workers(valid.stays or old[1])))
         phases["validate"] = [
-            (ranks, train.workers((train.stays or within) and not use.release)),
-            (ranks, {"batches": train.parts.get("batches", 0) if within else 0}),
+            (ranks, train.workers((train.stays or is_lightning) and not use.release)),
+            (ranks, {"batches": train.parts.get("batches", 0) if is_lightning else 0}),
             (use.validating, valid.parts),
             (use.validating, valid.workers(old[1])),
         ]
@@ -221,13 +194,13 @@ def _data_of(loader: Any) -> Any:
     )
 
 
-def _look_at(loader: Any, use: LoaderUse) -> _Loader:
+def _look_at(loader: Any, use: LoaderUse, modules: Sequence[str]) -> _Loader:
     if isinstance(loader, Loader):
         kind = "pinned" if loader._buffers.pinned else "batches"
         return _Loader({kind: loader._buffers.most * loader._buffers.nbytes}, look_through(loader.panel)[1])
     if isinstance(loader, SequenceLoader):
         # The threads' batches, the one in use, and the one that takes its place.
-        batches = (loader.num_workers + 2) * batch_bytes(loader.longest())
+        batches = (loader.num_workers + 2) * _bytes_of(loader.longest())
         size, mapped = look_through(loader.examples)
         return _Loader({"batches": batches, "data": _held(size)}, mapped)
     torch, data = sys.modules.get("torch"), getattr(loader, "dataset", None)
@@ -238,16 +211,16 @@ def _look_at(loader: Any, use: LoaderUse) -> _Loader:
             rule="counted are memfit's Loader and SequenceLoader, and a DataLoader whose data set has items by number.",
             remedy="run a short training with it: memfit run measures the job",
         )
-    return _look_at_torch(loader, use)
+    return _look_at_torch(loader, use, modules)
 
 
-def _look_at_torch(loader: Any, use: LoaderUse) -> _Loader:
+def _look_at_torch(loader: Any, use: LoaderUse, modules: Sequence[str]) -> _Loader:
     (size, mapped), workers = look_through(loader.dataset), int(loader.num_workers)
     made, locked = _batch_of(loader)
     more = 1 if type(loader).__module__.startswith("accelerate.") else 0  # it looks one batch ahead
     if workers == 0:
         return _Loader({"batches": (3 + more) * made, "pinned": locked, "data": _held(size)}, mapped)
-    empty = _measure_empty_training(loader, use, made)
+    empty = _measure_empty_training(loader, use, modules, made)
     ahead = workers * int(loader.prefetch_factor)
     method = _method_of(loader)
     # Of the batch that a worker makes, the items are in what was measured; other code than torch's does not collate
@@ -329,15 +302,23 @@ def _batch_of(loader: Any) -> tuple[int, int]:
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
     pins = loader.pin_memory and torch.cuda.is_available()
-    sizes = [int(leaf.nbytes) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     # torch's allocator of pinned memory rounds up to powers of two
-    return batch_bytes(batch), sum(1 << max(size - 1, 1).bit_length() for size in sizes) if pins else 0
+    pinned = (weight * (1 << max(size - 1, 1).bit_length()) for kind, size, weight in _sized(batch) if kind == "tensor")
+    return _bytes_of(batch), round(sum(pinned)) if pins else 0
 
 
-def _with_imports(use: LoaderUse, train: Any, valid: Any) -> LoaderUse:
-    """Return a use with all modules that a worker imports: also those of the data sets, of collating, of the script."""
-    names = set(use.modules)
-    for loader in (train, valid):
+def _sized(batch: Any) -> Iterator[tuple[str, int, float]]:
+    return ((*_numbers(one), weight) for one, weight in _weighed(batch))
+
+
+def _bytes_of(batch: Any) -> int:
+    return round(sum(weight * size for _, size, weight in _sized(batch)))
+
+
+def _imports(loaders: Iterable[Any]) -> tuple[str, ...]:
+    """Return the modules that a worker imports: those of the data sets, of collating, of the script."""
+    names = set[str]()
+    for loader in loaders:
         data = getattr(loader, "dataset", None)
         parts = (type(data), getattr(loader, "collate_fn", None), type(getattr(data, "dataset", None)))
         names |= {getattr(part, "__module__", "") for part in parts}
@@ -345,8 +326,7 @@ def _with_imports(use: LoaderUse, train: Any, valid: Any) -> LoaderUse:
         for value in vars(sys.modules["__main__"]).values():
             name = value.__name__ if isinstance(value, type(sys)) else getattr(value, "__module__", None)
             names |= {name} if isinstance(name, str) else set()
-    names -= {"", "__main__", "builtins"}
-    return replace(use, modules=tuple(sorted(names)))
+    return tuple(sorted(names - {"", "__main__", "builtins"}))
 
 
 @dataclass(frozen=True)
@@ -363,11 +343,11 @@ class EmptyTraining:
     batch: int
 
 
-def _measure_empty_training(loader: Any, use: LoaderUse, made: int) -> EmptyTraining:
+def _measure_empty_training(loader: Any, use: LoaderUse, modules: Sequence[str], made: int) -> EmptyTraining:
     """Measure a training of one small layer, with batches of ``made`` bytes, and workers that start like a loader's."""
     items = min(int(loader.batch_size or 1), _MOST_ITEMS) if hasattr(loader, "prefetch_factor") else 1
     numbers = max(1, min(made, _MOST_MADE) // (4 * items))
-    return _measure(use.loop, use.num_ranks > 1, _method_of(loader), items, numbers, use.modules)
+    return _measure(use.loop, use.num_ranks > 1, _method_of(loader), items, numbers, modules)
 
 
 @functools.lru_cache
@@ -466,22 +446,3 @@ def _is_mapped(array: Any) -> bool:
             return True
         base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
     return False
-
-
-def leaves(batch: Any) -> Iterator[Any]:
-    """Yield the arrays, tensors, texts and numbers of a batch."""
-    if isinstance(batch, Mapping):
-        parts: Iterable[Any] = batch.values()
-    elif isinstance(batch, list | tuple | set):
-        parts = batch
-    elif dataclasses.is_dataclass(batch):
-        parts = (getattr(batch, field.name) for field in dataclasses.fields(batch))
-    else:
-        yield batch
-        return
-    for part in parts:
-        yield from leaves(part)
-
-
-def batch_bytes(batch: Any) -> int:
-    return sum(len(one) if isinstance(one, str | bytes) else int(getattr(one, "nbytes", 0)) for one in leaves(batch))

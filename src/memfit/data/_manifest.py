@@ -141,6 +141,20 @@ def check_files(
         done += facts["bytes"]
 
 
+def newest(path: Path) -> Path:
+    """Return a panel's folder, or that of the newest panel in a cache folder."""
+    if (path / MANIFEST).exists():
+        return path
+    found = {file.stat().st_mtime_ns: file.parent.resolve() for file in path.glob(f"[!.]*/{MANIFEST}")}
+    if not found:
+        raise DataError(
+            f"{path} holds no panel." if path.is_dir() else f"{path} is no folder.",
+            rule=f"a panel is a folder with a {MANIFEST}; a cache folder holds such folders.",
+            remedy=f"build one there: memfit panel build SOURCE --index date,code --features ... -o {path}",
+        )
+    return found[max(found)]
+
+
 def check_panel(folder: Path, advance: Callable[[int, int], None]) -> None:
     """Compare every byte of a panel with its checksums, as `Panel.verify` does, and load no NumPy for that."""
     check_files(folder, Manifest.read(folder).files, "full", progress=advance)

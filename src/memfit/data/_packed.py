@@ -197,12 +197,10 @@ def write_packed(
     objects: Iterable[Any],
     path: Path,
     source: Any = None,
-    check: Callable[[PackedDataset], object] | None = None,
     name_of: Callable[[int], str] = "object {}".format,
 ) -> Path:
     """Write the folder of the objects, in place and whole; its lock is held. ``source`` is a JSON value for the
-    manifest, taken when all objects are written. ``check`` is called before the folder gets its name; if it raises,
-    nothing is left. ``name_of`` names an object in an error."""
+    manifest, taken when all objects are written. ``name_of`` names an object in an error."""
     if path.exists():
         raise DataError(
             f"{path} is there already.",
@@ -214,8 +212,6 @@ def write_packed(
         files = {name: file_facts(aside / name) for name in (_DATA, _OFFSETS)}
         fields = {"kind": _KIND, "format": FORMAT_VERSION, "num_objects": num_objects, "files": files}
         write_sealed(aside, fields | ({"source": source} if source is not None else {}))
-        if check is not None:
-            check(PackedDataset(_Files(aside)))
     return path
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from memfit.data._manifest import ASSETS, DATES, Check, Manifest, check_files, damaged
+from memfit.data._manifest import ASSETS, DATES, Check, Manifest, check_files, damaged, newest
 from memfit.errors import DataError, nearest
 from memfit.units import format_bytes
 
@@ -26,11 +26,11 @@ class Panel:
     """A panel of numbers by date, asset and feature, built once and mapped read-only by any number of processes.
 
     Every array is a read-only view of a file map: processes share its pages, and it costs no private memory. A pickled
-    panel is its path. The folder never changes. Make one with `Panel.build`, `Panel.open` or `append`.
+    panel is its path. The folder never changes. Make one with `Panel.build` or `Panel.open`.
 
     Shapes:
-        values: (num_dates, num_assets, num_features), the build's dtype; a missing value or row is NaN.
-        targets: (num_dates, num_assets, num_targets), the same dtype.
+        values: (num_dates, num_assets, num_features), float32; a missing value or row is NaN.
+        targets: (num_dates, num_assets, num_targets), float32.
         present: (num_dates, num_assets), bool: the source had a row.
         history: (num_dates, num_assets), int32: on how many dates in a row, up to and with this one, there is a row
             and all features are finite. A window of L dates that ends here is whole when this is at least L.
@@ -60,7 +60,7 @@ class Panel:
         self.manifest = manifest
 
     @classmethod
-    def build(  # noqa: PLR0913 - the columns by role are one argument each, so that a call reads as a sentence
+    def build(
         cls,
         source: SourceLike,
         directory: Path | str,
@@ -68,7 +68,6 @@ class Panel:
         index: Sequence[str] = ("date", "code"),
         features: Sequence[str],
         targets: Sequence[str] = (),
-        dtype: str = "float32",
         parameters: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> Panel:
@@ -79,7 +78,7 @@ class Panel:
         one left.
 
         The fingerprint covers the content of the source (the bytes of files, the values of a table), the columns and
-        their types, dtype, parameters, and the version of this code. Every byte of a panel in the cache is checked
+        their types, parameters, and the version of this code. Every byte of a panel in the cache is checked
         before it is used again. On NFS the lock works where flock does; Lustre needs the mount option ``flock``.
 
         Args:
@@ -89,7 +88,6 @@ class Panel:
                 of asset codes (text or integers, kept as text and sorted as text).
             features: Columns of numbers (floats, integers, booleans, decimals).
             targets: Columns of numbers, kept apart from the features.
-            dtype: ``float32``, ``float64`` or ``float16``.
             parameters: Whatever else the values depend on, as plain values; part of the fingerprint.
             progress: Called by the process that builds with (rows done, rows in all); None writes a job's events.
 
@@ -102,11 +100,8 @@ class Panel:
         from memfit.data._build import PanelSpec, write_panel
         from memfit.data._source import Source
 
-        spec = PanelSpec.of(index, features, targets, dtype, parameters or {})
-        return cls._of(*write_panel(spec, Source.of(source), Path(directory), progress=progress))
-
-    @classmethod
-    def _of(cls, path: Path, reused: bool, changed: tuple[str, ...]) -> Panel:
+        spec = PanelSpec.of(index, features, targets, parameters or {})
+        path, reused, changed = write_panel(spec, Source.of(source), Path(directory), progress=progress)
         panel = cls.open(path, verify="full" if reused else "sizes")
         panel.reused, panel.changed = reused, changed
         return panel
@@ -138,37 +133,7 @@ class Panel:
         Raises:
             DataError: If there is none.
         """
-        from memfit.data._versions import newest
-
         return cls.open(newest(Path(path)))
-
-    def append(self, source: SourceLike, *, progress: Progress | None = None) -> Panel:
-        """Return the version of this panel with a source's later dates, written beside it if it is missing.
-
-        This version stays as it is. Its bytes are checked and copied inside the kernel; a file system that can clone
-        (XFS, Btrfs) shares their blocks.
-
-        Args:
-            source: As for `build`, with the same columns and no new asset; only dates after the last.
-            progress: As for `build`.
-
-        Raises:
-            DataError: If a date is not after the last one, if an asset is new, and as `build` does.
-            DamagedError: If this version is not as it was written.
-
-        Example:
-            >>> import tempfile, pyarrow as pa
-            >>> day = lambda date, value: pa.table({"date": [date], "code": ["A"], "close": [value]})
-            >>> panel = Panel.build(day("2024-01-02", 1.0), tempfile.mkdtemp(), features=["close"])
-            >>> panel.append(day("2024-01-03", 2.0)).values.ravel().tolist(), panel.shape
-            ([1.0, 2.0], (1, 1, 1))
-        """
-        from memfit.data._build import Base, PanelSpec, write_panel
-        from memfit.data._source import Source
-
-        spec = PanelSpec.of_panel(self.manifest)
-        base = Base(self.path, self.manifest, self.dates, self.assets, self.history[-1])
-        return Panel._of(*write_panel(spec, Source.of(source), self.path.parent, base=base, progress=progress))
 
     def verify(self, *, progress: Progress | None = None) -> None:
         """Read every byte and compare it with the checksums; ``progress`` is told (bytes done, bytes in all).
@@ -202,16 +167,6 @@ class Panel:
     def nbytes(self) -> int:
         """Bytes of all its arrays: what it takes on disk, and in the page cache when all of it was read."""
         return sum(int(facts["bytes"]) for facts in self.manifest.files.values())
-
-    @property
-    def parent(self) -> str | None:
-        """The fingerprint of the version that this one was appended to."""
-        return self.manifest.key.get("parent")
-
-    @property
-    def dtype(self) -> str:
-        """The name of the values' type."""
-        return str(self.manifest.key["dtype"])
 
     @property
     def feature_names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Turn pickles, or what a function gives, into one packed store, and measure what ranks save by mapping it.
+"""Turn pickles, or what a function gives, into one packed store.
 
 This module's functions run in a child process: unpickling runs whatever code a pickle names.
 """
@@ -9,58 +9,49 @@ import hashlib
 import os
 import pickle
 import pkgutil
-import random
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
-import numpy as np
 from filelock import Timeout
 
 from memfit.data._packed import PackedDataset, source_of, write_packed
 from memfit.data._publish import locked, panel_lock
 from memfit.errors import DataError
 from memfit.files import open_own
-from memfit.memory import ProcReader
 from memfit.units import natural_order
 
-#: The items that are compared with the store, drawn at random from all.
-NUM_COMPARED = 100
-#: Ranks are measured with the first items, up to this size as a pickle: each rank holds them as Python objects.
-_SAMPLE_BYTES = 16 << 20
 #: So long a killed process may take to end, and to give up its lock.
 _DEATH_SECONDS = 10
 
 
-def pack_source(words: Sequence[str], path: str, *, ranks: int, scratch: str) -> dict[str, Any]:
+def pack_source(words: Sequence[str], path: str) -> dict[str, Any]:
     """Pack pickles or an iterable into a new folder, or find the folder that was made of the same files.
 
     ``words`` are files and patterns, or one ``module:function`` whose result is iterated. A pickle holds a list of
-    items, or one item; one file at a time is in memory. ``ranks`` processes are measured with the list and with the
-    store. ``scratch`` is the caller's folder for the measured sample. Raises `DataError`, and leaves nothing behind."""
-    folder = Path(path).absolute()
+    items, or one item; one file at a time is in memory. Raises `DataError`, and leaves nothing behind."""
+    folder, place = Path(path).absolute(), ""
     target = words[0] if len(words) == 1 and _is_target(words[0]) else ""
     files = [] if target else find_pickles(words)
     facts: list[dict[str, Any]] = []
-    items = _Items(_of_target(target) if target else _of_files(files, facts))
-    found = {"path": str(folder), "num_files": len(files), "source_bytes": sum(file.stat().st_size for file in files)}
+
+    def items() -> Iterator[Any]:
+        nonlocal place
+        for place, item in _of_target(target) if target else _of_files(files, facts):  # noqa: B007 - an error names it
+            yield item
+
     with locked(folder):
-        if folder.exists() and files and _made_of(folder, files):
-            data = PackedDataset.open(folder, verify="full")
-            facts_now = {"num_items": len(data), "bytes": data.nbytes, "num_compared": 0, "ranks": None}
-            return {**found, "reused": True, **facts_now}
-        with open(Path(scratch) / "sample", "wb") as sample:
-            write_packed(items.taken(sample), folder, None if target else facts, items.compare, lambda _: items.place)
-    data = PackedDataset.open(folder)
-    found |= {"reused": False, "num_items": len(data), "bytes": data.nbytes, "num_compared": len(items.drawn)}
-    return found | {"ranks": _measure(data, Path(scratch) / "sample", items.num_sampled, ranks) if ranks else None}
+        reused = folder.exists() and bool(files) and _made_of(folder, files)
+        if not reused:
+            write_packed(items(), folder, None if target else facts, lambda _: place)
+    data = PackedDataset.open(folder, verify="full" if reused else "sample")
+    source_bytes = sum(file.stat().st_size for file in files)
+    found = {"path": str(folder), "reused": reused, "num_files": len(files), "source_bytes": source_bytes}
+    return found | {"num_items": len(data), "bytes": data.nbytes}
 
 
 def find_pickles(words: Sequence[str]) -> list[Path]:
@@ -172,130 +163,3 @@ def _load(file: Path, opened: BufferedReader) -> Any:
             rule="a file holds whole pickles, and the classes that they name can be imported in this folder.",
             remedy="name pickles alone, and give the command where the modules of their classes are found",
         ) from error
-
-
-@dataclass
-class _Items:
-    """Items on their way into a store: their keys are checked, and what is compared and measured of them is kept.
-    ``place`` is that of the last item. ``drawn`` has number and digest of the items that are compared, each as likely
-    as another. The first ``num_sampled`` items are in the sample."""
-
-    source: Iterator[tuple[str, Any]]
-    place: str = ""
-    drawn: list[tuple[int, str]] = field(default_factory=list)
-    num_sampled: int = 0
-
-    def taken(self, sample: BinaryIO) -> Iterator[Any]:
-        keys, number, draw = None, -1, random.Random(0)
-        pickler: pickle.Pickler | None = pickle.Pickler(sample, protocol=5)
-        for number, (place, item) in enumerate(self.source):
-            self.place, found = place, frozenset(item) if isinstance(item, dict) else None
-            keys = found if number == 0 else keys
-            if found != keys:
-                raise _ragged(place, keys, found)
-            yield item
-            at = number if number < NUM_COMPARED else draw.randrange(number + 1)
-            if at < NUM_COMPARED:
-                self.drawn[at : at + 1] = [(number, digest_of(item))]
-            if pickler is not None:
-                pickler.dump(item)
-                if sample.tell() <= _SAMPLE_BYTES:
-                    self.num_sampled += 1
-                else:
-                    pickler = None  # it holds all that it wrote
-        if number < 0:
-            raise DataError(
-                "there is no item.", rule="a store holds at least one.", remedy="name files that hold items"
-            )
-
-    def compare(self, data: PackedDataset) -> None:
-        for number, digest in self.drawn:
-            if digest_of(data[number]) != digest:
-                raise DataError(
-                    f"item {number} of all is not equal to what was packed.",
-                    rule=f"{len(self.drawn)} items are read back and compared before the store gets its name.",
-                    remedy="give the same command again; if it fails for the same item, report that item",
-                )
-
-
-def _ragged(place: str, first: frozenset[Any] | None, found: frozenset[Any] | None) -> DataError:
-    if first is None or found is None:
-        what = "it is a dict, and the first item is none" if first is None else "it is no dict, as the first item is"
-    else:
-        parts = [("lacks", first - found), ("also has", found - first)]
-        what = "it " + " and ".join(f"{verb} {', '.join(sorted(map(repr, some)))}" for verb, some in parts if some)
-    return DataError(
-        f"{place}: {what}.",
-        rule="all items of a store have the keys of the first one.",
-        remedy="give every item the same keys, with None where there is no value; or pack two stores",
-    )
-
-
-def digest_of(value: Any) -> str:
-    """Return a hash of an object's types and content, the same for a tensor as for its array."""
-    digest = hashlib.blake2b(digest_size=16)
-    _feed(digest.update, value, ())
-    return digest.hexdigest()
-
-
-def _feed(update: Callable[[bytes], object], value: Any, above: tuple[int, ...]) -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        value = value.numpy(force=True)
-    kind = "array" if isinstance(value, np.ndarray) else type(value).__name__
-    parts: list[Any] = []
-    if isinstance(value, np.ndarray | np.generic):
-        found = np.asarray(value)
-        kind, content = f"{kind} {found.dtype!r} {found.shape}", found.tobytes()
-    elif id(value) in above:  # a list that holds itself
-        kind, content = "above", b"%d" % above.index(id(value))
-    elif isinstance(value, dict | list | tuple | set | frozenset):
-        if isinstance(value, dict):
-            parts = [part for pair in value.items() for part in pair]
-        else:
-            parts = sorted(map(digest_of, value)) if isinstance(value, set | frozenset) else list(value)
-        content = b"%d" % len(parts)
-    elif isinstance(value, bytes | bytearray):
-        content = bytes(value)
-    else:  # text of any characters; an int's decimal digits have a limit
-        text = f"{value:x}" if type(value) is int else value if isinstance(value, str) else repr(value)
-        content = text.encode("utf-8", "surrogatepass")
-    update(f"{kind}:{len(content)}:".encode())
-    update(content)
-    for part in parts:
-        _feed(update, part, (*above, id(value)))
-
-
-def _measure(data: PackedDataset, sample: Path, count: int, ranks: int) -> dict[str, Any] | None:
-    """Return what processes hold with a list of the first items and with the store: sums of PSS above empty ones. None
-    where it cannot be measured: not on Linux, or if the first item alone is larger than the sample may be."""
-    reader, sizes = ProcReader(), {}
-    if not count or reader.rollup(os.getpid()) is None:
-        return None
-    for what in ("empty", "list", "store"):
-        words = [what, str(sample), str(data.path), str(count)]
-        command = [sys.executable, "-c", f"from {__name__} import hold; hold()", *words]
-        with ExitStack() as stack:
-            pipe = subprocess.PIPE
-            started = [stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe)) for _ in range(ranks)]
-            if not all(one.stdout is not None and one.stdout.readline() for one in started):
-                return None
-            sizes[what] = sum(found.pss for one in started if (found := reader.rollup(one.pid)) is not None)
-    above = {f"{what}_bytes": max(0, sizes[what] - sizes["empty"]) for what in ("list", "store")}
-    return {"num_ranks": ranks, "num_items": count, "empty_bytes": sizes["empty"], **above}
-
-
-def hold() -> None:
-    """Be a rank: hold the first items, say so, and stay until stdin ends."""
-    what, sample, path, count = sys.argv[1:]
-    held: Any = None
-    if what == "list":
-        with open(sample, "rb") as file:
-            unpickler = pickle.Unpickler(file)
-            held = [unpickler.load() for _ in range(int(count))]
-    elif what == "store":
-        held = PackedDataset.open(path, verify="sizes")
-        for number in range(int(count)):
-            pickle.dumps(held[number])  # it reads the arrays too, which are views of the file
-    print("ready", flush=True)
-    sys.stdin.read()

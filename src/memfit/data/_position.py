@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from memfit.errors import UsageError
@@ -15,7 +14,7 @@ from memfit.errors import UsageError
 BatchT = TypeVar("BatchT")
 
 #: A batch is made ahead if none of the last few was made faster: to hand one from thread to thread takes 0.1 to 0.2 ms
-#: of work on a busy machine, which must be little beside it.
+#: of work on a busy machine, which must be little beside it. docs/loading.md says why no measurement takes its place.
 _LEAST_SECONDS = 2e-3
 _NUM_RECENT = 8
 
@@ -122,9 +121,7 @@ class PositionedLoader(ABC, Generic[BatchT]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -50,29 +50,11 @@ def locked(path: Path) -> Iterator[None]:
 
 def sweep(path: Path) -> None:
     """Remove what killed writers of other panels left in a cache folder: those whose lock is free."""
-    for suffix in (".building", ".removing"):
-        for aside in path.parent.glob(f".*{suffix}"):
-            owner = aside.with_name(aside.name.removeprefix(".").removesuffix(suffix))
-            if owner == path:
-                shutil.rmtree(aside)
-                continue
-            try:
-                with panel_lock(owner).acquire(timeout=0):
-                    shutil.rmtree(aside, ignore_errors=True)
-            except Timeout:
-                pass
-
-
-def check_space(directory: Path, what: str, needed: int) -> None:
-    """Refuse what is known not to fit before anything is written."""
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise DataError(
-            f"{what} needs {format_bytes(needed)} ({needed} bytes) on disk; "
-            f"{format_bytes(free)} ({free} bytes) are free.",
-            rule=f"the file system of {directory} says so; nothing was written.",
-            remedy="free space there, name another cache folder, or build with fewer features or dtype='float16'",
-        )
+    for aside in path.parent.glob(".*.building"):
+        owner = aside.with_name(aside.name.removeprefix(".").removesuffix(".building"))
+        if owner != path:
+            with suppress(Timeout), panel_lock(owner).acquire(timeout=0):
+                shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextmanager
@@ -95,7 +77,7 @@ def writing(path: Path, what: str, needed: int | None = None) -> Iterator[Path]:
         raise DataError(
             f"{what} could not be written ({error.strerror}):{need} {format_bytes(free)} ({free} bytes) are free.",
             rule=f"the file system, the quota or ulimit -f of {path.parent} says so; nothing was left behind.",
-            remedy="free space there, raise that limit, or name another folder",
+            remedy="free space there, raise that limit, name another folder, or give fewer columns or objects",
         ) from error
     sync_folder(path.parent)
 

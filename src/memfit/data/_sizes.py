@@ -12,9 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from memfit.data._build import Axes
 from memfit.data._source import NUMBER, TEXT, Source, SourceLike, check_named, is_of, opened
-from memfit.units import format_bytes
 
 _POINTER = 8
 _MOST_DISTINCT = 1_000_000  # values of a column that are told apart; later ones count as different
@@ -24,12 +22,11 @@ _SHARED, _OBJECTS = ("binary", "large_binary", "date"), ("decimal", "time", "fix
 
 @dataclass
 class ColumnSize:
-    """What a column takes in the files, as pandas 3 reads it, and in a panel (None for what is no number)."""
+    """What a column takes in the files, and as pandas 3 reads it."""
 
     name: str
     type: pa.DataType
     disk_bytes: int = 0
-    panel_bytes: int | None = None
     _rows: int = 0
     _width: int = 0  # bytes of a value in pandas' array: a number, a code or a pointer
     _held: int = 0  # bytes beside that array
@@ -45,8 +42,8 @@ class ColumnSize:
 
     @property
     def remedy(self) -> str:
-        if self.panel_bytes is not None:
-            return f"a panel holds it once for all processes: memfit panel build ({format_bytes(self.panel_bytes)})"
+        if is_of(self.type, *NUMBER[0]):
+            return "a panel holds it once for all processes: memfit panel build"
         if is_of(self.type, *TEXT):
             return f"as a category, each text is held once: pyarrow's read_table(..., read_dictionary=['{self.name}'])"
         return "leave it out where it is not used: read_parquet(..., columns=[...])"
@@ -75,15 +72,14 @@ class ColumnSize:
 
 
 def column_sizes(
-    source: SourceLike, *, index: tuple[str, str] | None = None, progress: Callable[[int, int], None] | None = None
+    source: SourceLike, *, progress: Callable[[int, int], None] | None = None
 ) -> tuple[int, list[ColumnSize]]:
-    """Return the number of rows and the sizes of each column; every row is read, a few thousand at a time. ``index``
-    names the columns of dates and asset codes: a panel has a cell for each pair. None: one for each row."""
+    """Return the number of rows and the sizes of each column; every row is read, a few thousand at a time."""
     paths, found, num_rows = Source.of(source).paths, dict[str, ColumnSize](), 0
     for number, path in enumerate(paths, start=1):
         one = Source(paths=(path,))
         part, schema = next(one.schemas())
-        check_named(part, schema, [*schema.names, *(index or ())])
+        check_named(part, schema, schema.names)
         decoded = dict.fromkeys(schema.names, 0)
         for name in schema.names:
             found.setdefault(name, ColumnSize(name, schema.field(name).type))
@@ -96,10 +92,6 @@ def column_sizes(
             found[name].disk_bytes += size
         if progress is not None:
             progress(number, len(paths))
-    axes = Axes.of(Source(paths=paths), *index) if index is not None else None
-    cells = len(axes.dates) * len(axes.assets) if axes else num_rows
-    for column in found.values():
-        column.panel_bytes = 4 * cells if is_of(column.type, *NUMBER[0]) else None
     return num_rows, list(found.values())
 
 

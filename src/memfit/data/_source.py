@@ -193,43 +193,25 @@ def batches_of(reader: Any) -> Iterator[pa.RecordBatch]:
     return (reader.get_batch(i) for i in range(reader.num_record_batches))
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The columns that names and patterns stand for.
-
-    Attributes:
-        names: In the order of the patterns; those of one pattern as the source has them; each once.
-        left_out: What patterns also match, and why it is not meant: "'date' (the index)", "'sector' (string)".
-    """
-
-    names: tuple[str, ...]
-    left_out: tuple[str, ...]
-
-
-def match_columns(source: SourceLike, patterns: Sequence[str], *, taken: Sequence[str] = ()) -> Columns:
-    """Return the columns of a source that names and shell patterns (``*``, ``?``, ``[abc]``) stand for. A name is taken
-    as it is. A pattern finds the columns of numbers that match it and are not ``taken`` by another role."""
+def match_columns(source: SourceLike, patterns: Sequence[str], *, taken: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the columns of a source that names and shell patterns (``*``, ``?``, ``[abc]``) stand for, each once. A
+    name is taken as it is. A pattern finds the columns of numbers that match it, in the source's order, and are not
+    ``taken`` by another role."""
     _, schema = next(Source.of(source).schemas())
+    free = [field.name for field in schema if field.name not in taken and is_of(field.type, *NUMBER[0])]
     names: dict[str, None] = {}
-    left_out: dict[str, None] = {}
     for pattern in patterns:
-        if pattern in schema.names or not set("*?[") & set(pattern):
-            names[pattern] = None
-            continue
-        found = [field for field in schema if fnmatchcase(field.name, pattern)]
-        numbers = [field.name for field in found if field.name not in taken and is_of(field.type, *NUMBER[0])]
-        if not numbers:
+        is_name = pattern in schema.names or not set("*?[") & set(pattern)
+        found = [pattern] if is_name else [name for name in free if fnmatchcase(name, pattern)]
+        if not found:
             known = ", ".join(schema.names[:_NUM_NAMED]) + (", ..." if len(schema.names) > _NUM_NAMED else "")
             raise DataError(
                 f"the pattern '{pattern}' finds no column of numbers; there are {known}.",
                 rule="a pattern finds the columns of numbers that match it and have no other role.",
                 remedy=nearest(pattern.strip("*"), schema.names),
             )
-        names.update(dict.fromkeys(numbers))
-        for field in found:
-            if field.name not in numbers:
-                left_out[f"'{field.name}' ({'has another role' if field.name in taken else field.type})"] = None
-    return Columns(tuple(names), tuple(left_out))
+        names.update(dict.fromkeys(found))
+    return tuple(names)
 
 
 def check_columns(source: Source, *, date: str, asset: str, numbers: Sequence[str]) -> dict[str, list[str]]:

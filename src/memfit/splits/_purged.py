@@ -6,7 +6,6 @@ the earlier one, which is exact: no other label begins between the two.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, fields
@@ -20,8 +19,6 @@ from memfit.errors import SplitError, check_counts
 
 Indices = NDArray[np.int64]
 
-#: Text in this form is read as a date, and so are date objects, whose text has it.
-_ISO = re.compile(r"\d{4}-\d\d(-\d\d([T ]\d\d(:\d\d(:\d\d(\.\d{1,6})?)?)?)?)?|NaT")
 _TRAIN, _TEST, _PURGED_BEFORE, _PURGED_AFTER, _EMBARGOED, _LOOKBACK, _UNUSED = range(7)
 
 
@@ -87,8 +84,8 @@ class _DateSplitter(ABC):
         Args:
             X: Gives the number of rows. A 1-D ``datetime64`` array is taken as the dates when ``groups`` is None.
             y: Ignored.
-            groups: The date of each row, in any order: ``datetime64``, a number, a date object or ISO 8601 text without
-                an offset. None: each row is a date of its own, numbered from 0; a pandas index must agree.
+            groups: The date of each row, in any order: ``datetime64`` or a number. None: each row is a date of its own,
+                numbered from 0; a pandas index must agree.
 
         Returns:
             An iterator of pairs (train, test) of ascending int64 row numbers.
@@ -221,15 +218,12 @@ class WalkForward(_DateSplitter):
     Early folds train on less data than those of `PurgedKFold`.
 
     Args:
-        n_splits: Number of folds.
-        label_end: For each row the date on which its label is known, as for `PurgedKFold`. This or ``purged_size``.
-        purged_size: Number of dates that each label reaches ahead.
+        n_splits, label_end, purged_size: As for `PurgedKFold`.
         embargo_size: Number of distinct dates left free before the test block.
         train_size: The most distinct dates to train on; None takes all that there are.
 
     Raises:
-        SplitError: If a size is no whole number or too small, or not exactly one of ``label_end`` and ``purged_size``
-            is given.
+        SplitError: As `PurgedKFold`.
 
     Source:
         R. Pardo, The Evaluation and Optimization of Trading Strategies (2nd edition, 2008), chapter 11, for walking
@@ -283,15 +277,18 @@ def _column(name: str, values: ArrayLike | None, num_rows: int) -> NDArray[Any]:
             remedy=f"pass {name} as a 1-D array of {num_rows} dates",
         )
     if column.dtype.kind not in "Miuf":
-        column = _dates_of(name, column)
+        raise SplitError(
+            f"{name} is of the type {column.dtype}.",
+            rule="a date is a datetime64 or a number.",
+            remedy=f"convert it first: {name}=pandas.DatetimeIndex({name}).tz_localize(None)",
+        )
+    if column.dtype.kind == "M":  # one unit for all: numpy compares two in the finer one, where 9999 may wrap around
+        column = column.astype("datetime64[us]")
     missing = ~np.isfinite(column)  # of dates, NaT
     if missing.any():
-        what, rule = "labels are not resolved", "an open label has no end to purge by, and no value to learn."
-        if name == "groups":
-            what, rule = "rows have no date", "a row without a date lies in no test block."
         raise SplitError(
-            f"{int(missing.sum())} of {len(column)} {what} in {name} (first: row {int(missing.argmax())}).",
-            rule=rule,
+            f"{int(missing.sum())} of {len(column)} rows have no date in {name} (first: row {int(missing.argmax())}).",
+            rule="a row without a date lies in no test block, and an open label has no end to purge by.",
             remedy=f"drop those rows first, from X, groups and label_end alike: the rows where {name} is missing",
         )
     return column
@@ -317,45 +314,14 @@ def _refuse_index(X: Any) -> None:
     )
 
 
-def _dates_of(name: str, column: NDArray[Any]) -> NDArray[Any]:
-    """Return ISO 8601 text, and date objects, as ``datetime64``."""
-    try:
-        texts = column.astype(str)
-        texts = np.where(np.isin(texts, ("None", "nan", "<NA>")), "NaT", texts)
-        strange = next((one for one in np.unique(texts).tolist() if not _ISO.fullmatch(one)), None)
-        if strange is None:
-            return texts.astype("datetime64[us]")
-        problem = repr(strange)
-    except ValueError as error:  # there is no such day; or bytes that are no text
-        problem = f"what is no date: {error}"
-    raise SplitError(
-        f"{name} holds {problem}.",
-        rule="a date is a datetime64, a number, a date object, or ISO 8601 text without an offset, such as 2024-01-31.",
-        remedy=f"convert it first: {name}=pandas.DatetimeIndex({name}).tz_localize(None)",
-    )
-
-
 def _end_numbers(dates: NDArray[Any], distinct: NDArray[Any], ends: NDArray[Any]) -> Indices:
-    """Return the number of the last date that is not after each label's end; both are compared in one type in which
-    they are exact."""
+    """Return the number of the last date that is not after each label's end."""
     if (dates.dtype.kind == "M") != (ends.dtype.kind == "M"):
         raise SplitError(
             f"dates of the type {dates.dtype} do not compare with label_end of the type {ends.dtype}.",
             rule="label_end is compared with the dates; where groups is None, the dates are the row numbers.",
             remedy="pass groups=<date of each row> and label_end as the same kind, best as datetime64",
         )
-    common = np.result_type(dates, ends)
-    try:  # before 2.5, numpy wraps datetime64 around in silence: 9999-12-31 in nanoseconds is a day of 1816
-        fits = all((one.astype(common).astype(one.dtype) == one).all() for one in (distinct, ends))
-    except OverflowError:
-        fits = False
-    if not fits:
-        raise SplitError(
-            f"dates are {dates.dtype} and label_end is {ends.dtype}, and not every value fits {common}.",
-            rule=f"dates and label ends are compared as {common}, numpy's common type of the two.",
-            remedy="pass both as datetime64[D], or drop rows whose label_end is a placeholder such as 9999-12-31",
-        )
-    dates, distinct, ends = (one.astype(common, copy=False) for one in (dates, distinct, ends))
     early = ends < dates
     if early.any():
         row = int(early.argmax())
