@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import chain, count
@@ -124,7 +124,7 @@ def draw_stack(
     frame = _Frame(size, *edges, (0.0, seconds), (0.0, end))
     if title:
         frame.text(_LEFT, 16, title, kind="ink head")
-    frame.scale({tick: format_bytes(round(tick)) for tick in byte_ticks(0, end)})
+    frame.scale({tick: format_bytes(round(tick)) for tick in byte_ticks(end)})
     frame.time_axis()
     below, xs = [0.0] * len(totals), [frame.x(seconds * at / max(1, len(totals) - 1)) for at in range(len(totals))]
     for layer in layers:
@@ -145,40 +145,26 @@ def draw_stack(
     return frame.svg(label)
 
 
-def draw_lines(
-    lines: Sequence[Line],
-    title: str,
-    *,
-    seconds: float = 0.0,
-    y_text: Callable[[float], str] | None = None,
-    ticks: Callable[[float, float], Sequence[float]] | None = None,
-) -> str:
-    """Return a chart of curves; where one has a value that is not finite, it has a gap.
-
-    The first curve is drawn last. The x axis is so many ``seconds`` long, or counts epochs. With ``ticks``, which are
-    round values between two, the chart begins at 0, else at the lowest value.
-    """
+def draw_lines(lines: Sequence[Line], title: str) -> str:
+    """Return a chart of curves by epoch, the first drawn last; one has a gap where its value is not finite."""
     finite = [[point for point in line.points if math.isfinite(point[1])] for line in lines]
     xs, ys = ([point[at] for points in finite for point in points] for at in (0, 1))
-    low, high = (min(ys, default=0.0), max(ys, default=1.0)) if ticks is None else (0.0, max(ys, default=0.0) or 1.0)
+    low, high = min(ys, default=0.0), max(ys, default=1.0)
     if low == high:
         low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
     margin = 0.05 * (high - low)
-    low, high = low - margin * (ticks is None), high + margin
-    begin, end = (min(xs, default=0.0), max(xs, default=1.0)) if not seconds else (0.0, seconds)
+    low, high = low - margin, high + margin
+    begin, end = min(xs, default=0.0), max(xs, default=1.0)
     begin, end = (begin, end) if end > begin else (begin - 0.5, begin + 0.5)
-    places = {tick: (y_text or "{:g}".format)(tick) for tick in (ticks or number_ticks)(low, high)}
+    places = {tick: f"{tick:g}" for tick in number_ticks(low, high)}
     left = 16 + 0.9 * _LETTER * max(map(len, places.values()), default=0)
     edges = left, _LINES_SIZE[0] - _RIGHT, _TOP + 18, _LINES_SIZE[1] - _BOTTOM
     frame = _Frame(_LINES_SIZE, *edges, (begin, end), (low, high))
     frame.text(8, 16, title, kind="ink head")
     frame.scale(places)
-    if seconds:
-        frame.time_axis()
-    else:
-        for tick in number_ticks(begin, end, whole=True):
-            frame.text(frame.x(tick), frame.bottom + 16, f"{tick:g}", anchor="middle", kind="dim")
-        frame.text(frame.right, 16, "by epoch", anchor="end", kind="dim")
+    for tick in number_ticks(begin, end, whole=True):
+        frame.text(frame.x(tick), frame.bottom + 16, f"{tick:g}", anchor="middle", kind="dim")
+    frame.text(frame.right, 16, "by epoch", anchor="end", kind="dim")
     for line, points in list(zip(lines, finite, strict=True))[::-1]:
         frame.parts += _curve(line, [(frame.x(x), frame.y(y)) for x, y in points])
     return frame.svg(title)
@@ -232,10 +218,10 @@ def number_ticks(low: float, high: float, *, whole: bool = False) -> list[float]
     return _ticks(low, high, (max(power * n, float(whole)) for n in (1, 2, 5, 10)))
 
 
-def byte_ticks(_: float, size: float) -> list[float]:
+def byte_ticks(size: float) -> list[float]:
     """Return round sizes from 0 up to a size.
 
-    >>> [format_bytes(int(tick)) for tick in byte_ticks(0, 700 << 20)]
+    >>> [format_bytes(int(tick)) for tick in byte_ticks(700 << 20)]
     ['0 B', '200.0 MiB', '400.0 MiB', '600.0 MiB']
     """
     unit = next((unit for unit in (TIB, GIB, MIB, KIB) if size >= unit), 1)

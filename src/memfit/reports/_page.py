@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from html import escape
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from memfit.errors import DamagedError
 from memfit.files import write_atomic
@@ -19,8 +17,7 @@ from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import CHART_STYLE, COLOURS, Bar, Layer, draw_bars, draw_stack, legend
 from memfit.reports._columns import BAD, COLUMNS, columns_of, size_text
-from memfit.reports._compare import read_settings
-from memfit.reports._curves import draw_curves, draw_machine, last_values, read_curves
+from memfit.reports._curves import draw_curves, last_values, read_curves
 from memfit.reports._parts import Cell, Chart, Facts, Note, Part, Table, to_html
 from memfit.reports._study import study_of, view_trials
 from memfit.reports._summary import decisions, totals, view_failures, view_results, view_table
@@ -31,7 +28,6 @@ _NUM_POINTS = 240  # more points than this make a chart no finer
 _MOST_BARS = 40  # bars beyond this are left out and counted: the longest jobs stay
 _PHASES = ("load", "build", "train", "validate", "checkpoint", "preflight")
 _MOST_TOLD = 200  # of more jobs, the first so many are in the table
-_MOST_LETTERS = 200
 
 _CSS = """
 :root{color-scheme:light dark;--line:#8884;--soft:#8881;--bad:#c62828}
@@ -121,7 +117,7 @@ def _page(seen: _Seen) -> str:
         if found := to_html(parts):
             body.append(f"<h2>{title}</h2>{found}" if title else found)
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
-    body.append(f'<p class="note">Written by memfit report on {made}.</p>')
+    body.append(f'<p class="note">Written by memfit report on {made}. The settings: config.yaml in that folder.</p>')
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
     head += f"<style>{_CSS}{CHART_STYLE}</style>"
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
@@ -129,17 +125,15 @@ def _page(seen: _Seen) -> str:
 
 def _sections(seen: _Seen) -> Iterator[tuple[str, Iterator[Part]]]:
     """Yield the titles of the page and what is below each; one below which is nothing is left out."""
-    state, machine, found = seen.state, _machine(seen), study_of(seen.state)
+    state, found = seen.state, study_of(seen.state)
     study = found.summarize() if found else None
     yield "", _facts(seen)
     yield "Study", view_trials(study, whole=True) if study else iter(())
     yield "Learning curves", _learned(seen, [one.name for one in found.ranked or found.trials] if found else [])
     yield "Results", view_results(state, None) if study is None else iter(())
     yield "Memory over time", _memory(seen)
-    yield "CPU, disk and GPU" if "GPU" in machine else "CPU and disk", iter([Chart(machine)])
     yield "Jobs", _jobs(seen)
     yield "What failed", view_failures(state, here=False)
-    yield "Settings", _settings(seen)
 
 
 def _facts(seen: _Seen) -> Iterator[Part]:
@@ -162,28 +156,6 @@ def _learned(seen: _Seen, ranked: Sequence[str]) -> Iterator[Part]:
         names = [state.name(job) for job in last]
         tables = to_html(view_table("job", names, (), [*last.values()], None, has_mean=False))
         yield Chart(f"<details><summary>last values</summary>{tables}</details>")
-
-
-def _settings(seen: _Seen) -> Iterator[Part]:
-    config, origins = read_settings(seen.state.run), seen.state.header.get("origins") or {}
-    rows = []
-    for name, origin in origins.items() if isinstance(origins, Mapping) else ():
-        value: Any = config
-        for part in str(name).split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if name != "schema_version" and (origin != "default" or name.startswith("params.")):
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-            rows.append((name, text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 1]}…", str(origin)))
-    if rows:
-        headings = ("setting", "value", "from")
-        yield Table(headings, rows, headings, "settings")
-    yield Note("All others have their defaults: config.yaml in the folder of the run has them all.", "dim")
-
-
-def _machine(seen: _Seen) -> str:
-    """Return charts of what the jobs took of cores, disk and GPUs over time."""
-    charts = [*draw_machine(seen.all, seen.start, seen.seconds, _NUM_POINTS)] if seen.seconds else []
-    return f'<div class="charts">{"".join(charts)}</div>' if charts else ""
 
 
 def _memory(seen: _Seen) -> Iterator[Part]:

@@ -27,7 +27,6 @@ from memfit.reports._numbers import (
     summarize_metrics,
 )
 from memfit.reports._parts import Facts, Note, Part, Table
-from memfit.reports._study import next_steps, study_of, summarize_study, view_trials
 from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
 from memfit.units import format_bytes, format_count, format_duration, list_some
 
@@ -48,10 +47,7 @@ _WAITED_FOR = {
 
 
 def summarize(state: RunState) -> dict[str, Any]:
-    """Return the summary as JSON: sizes in bytes, durations in seconds, null for a number that is not finite.
-
-    The summary of a study has the key ``study`` in addition: see `summarize_study`.
-    """
+    """Return the summary as JSON: sizes in bytes, durations in seconds, null for a number that is not finite."""
     jobs, reported = [*state.jobs.values()], read_reported(state)
     plain = "kind state most_at_once wall_seconds counts num_restarts outgrown num_gave_way"
     found = {
@@ -69,7 +65,7 @@ def summarize(state: RunState) -> dict[str, Any]:
         "kills": _count_kills(state.run),
         "forecast_error": _forecast_error(jobs),
     }
-    return dict(finite(found)) | ({"study": study.summarize()} if (study := study_of(state)) else {})
+    return dict(finite(found))
 
 
 def _stage(state: RunState, name: str) -> dict[str, Any]:
@@ -103,14 +99,11 @@ def _diagnosis(state: RunState, row: JobState) -> str | None:
 
 
 def view_summary(state: RunState, width: int, *, verbose: bool = False) -> Iterator[Part]:
-    study = found.summarize() if (found := study_of(state)) else None
+    """Yield how a run ended; a study has `view_study`."""
     if not state.is_one:
         yield from (Note(""), Facts([*decisions(state, verbose)]))
-    if study is not None:
-        yield from (Note(""), *view_trials(study, told=_bad(state)))
-    else:
-        yield from view_ends(state) if state.kind == "commands" else ()
-        yield from view_results(state, width)
+    yield from view_ends(state) if state.kind == "commands" else ()
+    yield from view_results(state, width)
     yield from view_failures(state)
     yield Note("")
     places = [("run", f"{short_path(state.run.path)} ({show_state(state.state)})")]
@@ -118,18 +111,7 @@ def view_summary(state: RunState, width: int, *, verbose: bool = False) -> Itera
         names = [path.name for path in sorted(state.run.path.glob("*_results.feather"))]
         names += ["checkpoints"] if state.kind != "commands" else []
         places += (("", f"  {name}") for name in [*names, "jobs (the logs and the memory of each)"])
-    yield Facts([*totals(state, verbose), *places, *(next_steps(state.run, study) if study else ())])
-
-
-def view_study(state: RunState) -> Iterator[Part]:
-    """Yield a study: how far it is, its best trials, what failed, and what to do next."""
-    study = summarize_study(state)
-    yield from (*view_trials(study, told=_bad(state)), *view_failures(state), Note(""))
-    yield Facts([*next_steps(state.run, study)])
-
-
-def _bad(state: RunState) -> dict[str, JobState]:
-    return {row.id: row for row in state.jobs.values() if row.shown in BAD}
+    yield Facts([*totals(state, verbose), *places])
 
 
 def view_failures(state: RunState, *, here: bool = True) -> Iterator[Part]:
@@ -139,7 +121,7 @@ def view_failures(state: RunState, *, here: bool = True) -> Iterator[Part]:
     """
     path_text = short_path if here else str
     found: dict[tuple[str, str], list[JobState]] = {}
-    for row in _bad(state).values():
+    for row in (one for one in state.jobs.values() if one.shown in BAD):
         found.setdefault((row.shown, row.cause or "it left no result"), []).append(row)
     for (ended_as, cause), (row, *others) in found.items():
         text = f"\n{row.name} {ended_as}: {cause}\n  log: {path_text(_logs(state, row)[0])}"
