@@ -1,4 +1,4 @@
-"""Charts as inline SVG: memory over time, lines, and a bar per job. No script, no other file."""
+"""Charts as inline SVG: memory over time, and lines by epoch. No script, no other file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHART_STYLE = (
     ".curve{fill:none;stroke-width:1.8;stroke-linejoin:round}"
 )
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 22, 26
-_ROW, _BAR, _LETTER, _MOST_LETTERS = 22, 14, 7.3, 36
+_LETTER = 7.3  # the width of one, about
 _LINES_SIZE = (440, 240)  # the width and height of a chart of lines; there are several beside each other
 _MOST_DOTS = 40  # more points than this are lines without dots
 _SHOWS_LIMIT = 0.2  # above this share of a limit the chart shows the limit; below, the data fill the chart
@@ -45,16 +45,6 @@ class Line:
     points: Sequence[tuple[float, float]]
     is_dashed: bool = False
     is_faint: bool = False
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A job's bar; each part has its start and end in seconds, and a colour."""
-
-    name: str
-    parts: Sequence[tuple[float, float, str]]
-    note: str
-    is_bad: bool
 
 
 @dataclass
@@ -178,24 +168,6 @@ def _curve(line: Line, places: Sequence[tuple[float, float]]) -> Iterator[str]:
         yield f'<polyline class="curve" points="{points}" {style}><title>{escape(line.name)}</title></polyline>'
     if len(places) <= (1 if line.is_faint or line.is_dashed else _MOST_DOTS):
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{line.colour}"/>' for x, y in places)
-
-
-def draw_bars(bars: Sequence[Bar], seconds: float, label: str) -> str:
-    width, height = 960, _TOP + _ROW * len(bars) + _BOTTOM
-    names = [bar.name if len(bar.name) <= _MOST_LETTERS else f"{bar.name[: _MOST_LETTERS - 1]}…" for bar in bars]
-    left = 16 + _LETTER * max(map(len, names), default=0)
-    right = width - min(8 + _LETTER * max((len(bar.note) for bar in bars), default=0), width / 3)
-    frame = _Frame((width, height), left, right, _TOP - 8, height - _BOTTOM, (0.0, seconds))
-    frame.time_axis()
-    for number, (bar, name) in enumerate(zip(bars, names, strict=True)):
-        y = _TOP + _ROW * number
-        frame.text(left - 8, y + _BAR - 3, name, anchor="end")
-        frame.text(right + 8, y + _BAR - 3, bar.note, kind="bad" if bar.is_bad else "dim")
-        for start, stop, colour in bar.parts:
-            begin, end = frame.x(start), frame.x(stop)
-            place = f'x="{begin:.1f}" y="{y}" width="{max(1.0, end - begin):.1f}"'
-            frame.parts.append(f'<rect {place} height="{_BAR}" fill="{colour}"/>')
-    return frame.svg(label)
 
 
 def time_ticks(seconds: float) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from memfit.reports._numbers import (
     metrics_of,
     or_dash,
     short_path,
+    stamp,
     summarize_metrics,
 )
 from memfit.reports._parts import Facts, Note, Part, Table
@@ -181,10 +181,9 @@ def view_ends(state: RunState) -> Iterator[Part]:
     shown = ended if len(ended) <= _MOST_LINES else of_note[:_MOST_LINES]
     yield from [Note("")] * bool(ended)
     for row in shown:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.ended))
         tries = f", attempt {row.attempt}" if row.attempt > 1 else ""
         tries += f" after {format_duration(row.earlier_seconds)} of earlier ones" if row.earlier_seconds else ""
-        yield Note(f"{stamp}  {row.name} {row.describe_end(row.reserved_bytes)}{tries}")
+        yield Note(f"{stamp(row.ended or 0.0)}  {row.name} {row.describe_end(row.reserved_bytes)}{tries}")
     if len(shown) < len(ended):
         yield Note(f"and {len(ended) - len(shown)} more; --json lists all")
 
