@@ -247,10 +247,6 @@ def totals(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
     if verbose and not state.is_one:
         if wall and is_whole and len(rows) > 1:
             yield from _bounds(state)
-        warm = sum(row.evidence.get("start") == "warm" for row in rows)
-        if warm and state.warm_bytes is not None:
-            where = f"one process that had imported their code ({format_bytes(state.warm_bytes)}, counted once)"
-            yield "start", f"{warm} of {len(rows)} were forked from {where}"
         yield from _record(state)
     for row in rows[:_MOST_LINES] if verbose else ():
         if told := explain_memory(row.epoch):

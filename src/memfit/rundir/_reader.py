@@ -38,7 +38,6 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "step": {"job": str, "epoch": int, "step": int, "num_steps": int, "num_epochs": (int, _NONE)},
     "stop": {"num_running": int},
     "stage": {"stage": str, "state": str, "why": str, "jobs": [str], "seconds": (int, float)},
-    "warm": {"bytes": int, "job": _NONE},
     "rank_lost": {"job": str, "rank": int, "generation": int, "text": str},
     "planned": {"job": str, "text": str},
     "progress": {"job": str, "phase": str, "done": int, "total": int},
@@ -100,7 +99,7 @@ class Reader:
         #: The fields of the state that events alone make.
         self._known: dict[str, Any] = {
             "budget": {}, "num_commands": 0, "most_at_once": 0, "num_restarts": 0, "num_gave_way": 0, "waits": {},
-            "cpu": {}, "warm_bytes": None, "told_bytes": None, "planned": {},
+            "cpu": {}, "told_bytes": None, "planned": {},
         }  # fmt: skip
 
     def read(self, *, anew: bool = False) -> list[Event]:
@@ -166,8 +165,6 @@ class Reader:
             self._take_run(event, now)
         elif kind == "budget":
             known["budget"] = event
-        elif kind == "warm":
-            known["warm_bytes"] = event["bytes"]
         elif kind == "planned":
             known["planned"] = known["planned"] | {event["job"]: event["text"]}
         elif kind == "stop":

@@ -117,7 +117,6 @@ class RunState:
     num_gave_way: int  # how often a job was restarted because of that
     waits: Mapping[str, float]  # seconds of the last command in which none could start, by what jobs waited for
     cpu: Mapping[str, float]  # what the host's cores did in the last command, as shares; empty until it ends
-    warm_bytes: int | None  # the memory of the process that jobs were forked from; None if there was none
     told_bytes: int | None  # what all used of the limit when a job last started or ended; None before
     planned: Mapping[str, str]  # whether each stage's first job is as planned, by its id; empty without a plan
 
