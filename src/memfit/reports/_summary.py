@@ -23,14 +23,13 @@ from memfit.reports._numbers import (
     metrics_of,
     or_dash,
     short_path,
-    stamp,
     summarize_metrics,
 )
 from memfit.reports._parts import Facts, Note, Part, Table
 from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
 from memfit.units import format_bytes, format_count, format_duration, list_some
 
-_MOST_LINES, _MOST_RANKS = 60, 16  # of more commands than this, only failures and further attempts have a line
+_MOST_LINES, _MOST_RANKS = 60, 16  # so many commands, and ranks of one, have a row
 _MOST_RUNS = 50  # the newest runs of an experiment, whose kills are counted
 #: Causes in a log that say less than the exit code and the kernel's counters.
 _TELLS_LESS = frozenset({"unknown", "killed", "terminated", "recovered"})
@@ -102,7 +101,6 @@ def view_summary(state: RunState, width: int, *, verbose: bool = False) -> Itera
     """Yield how a run ended; a study has `view_study`."""
     if not state.is_one:
         yield from (Note(""), Facts([*decisions(state, verbose)]))
-    yield from view_ends(state) if state.kind == "commands" else ()
     yield from view_results(state, width)
     yield from view_failures(state)
     yield Note("")
@@ -132,16 +130,29 @@ def view_failures(state: RunState, *, here: bool = True) -> Iterator[Part]:
 
 
 def view_results(state: RunState, width: int | None) -> Iterator[Part]:
-    """Yield what stages returned or commands reported last; without a width what a page needs, in whole tables."""
+    """Yield how units ended and what they returned or reported last; a page, without a width, the results alone."""
     if state.kind != "commands":
         yield from _stages(state, width)
-    elif told := [*read_reported(state).items()][:_MOST_LINES]:
-        names = short_names(state)
-        jobs, numbers = [names[state.jobs[job].name] for job, _ in told], [dict(own) for _, own in told]
-        places = [name for name in PLACES if any(name in own for own in numbers)]
-        columns = [(name, [or_dash(own.pop(name, None), "{:g}".format) for own in numbers]) for name in places]
-        has_mean = set() < varied_params(state) <= _REPEATED
-        yield from view_table("job", jobs, columns, numbers, width, has_mean=has_mean)
+        return
+    told, names = read_reported(state), short_names(state)
+    rows = [row for row in state.jobs.values() if (row.id in told if width is None else row.ended)]
+    if len(rows) > _MOST_LINES:  # what failed or began again first
+        rows.sort(key=lambda row: row.state == "completed" and row.attempt == 1)
+    shown = rows[:_MOST_LINES]
+    numbers = [dict(told.get(row.id, {})) for row in shown]
+    places = [name for name in PLACES if any(name in own for own in numbers)]
+    columns = [(name, [or_dash(own.pop(name, None), "{:g}".format) for own in numbers]) for name in places]
+    columns, has_mean = [*_columns(shown, width), *columns], set() < varied_params(state) <= _REPEATED
+    if rows:
+        yield from view_table("job", [names[row.name] for row in shown], columns, numbers, width, has_mean=has_mean)
+    if len(shown) < len(rows):
+        yield Note(f"and {len(rows) - len(shown)} more; --json lists all")
+
+
+def _columns(rows: Sequence[JobState], width: int | None) -> list[tuple[str, list[str]]]:
+    """Return how units ended, column by column; a page has a table of jobs beside."""
+    order = [] if width is None else sorted(columns_of("summary"), key=lambda name: name not in ("state", "time"))
+    return [(name, [COLUMNS[name].text(row) for row in rows]) for name in order]
 
 
 def _stages(state: RunState, width: int | None) -> Iterator[Part]:
@@ -155,7 +166,9 @@ def _stages(state: RunState, width: int | None) -> Iterator[Part]:
         lines = [line for report in told if report and fits(report, [str]) for line in report]
         gap = any(row.id != name for row in own)
         if gap:
-            yield from _units(own, state, width)
+            each = str(state.graph.get(name, {}).get("each") or "unit").partition(" ")[0]
+            units = [row.name.removeprefix(f"{name}_") for row in own]
+            yield from view_table(each, units, _columns(own, width), [metrics_of(row.result) for row in own], width)
         elif own and (not lines or width is None):
             words = {one: format_number(value) if is_number(value) else value for one, value in own[0].result.items()}
             lines.append("  ".join(f"{one}: {value}" for one, value in words.items() if isinstance(value, str | bool)))
@@ -172,20 +185,6 @@ def _fate(state: RunState, name: str) -> str:
     if "stopped" in stage.units.values():
         text += f" the run (exit code {state.outcome.get('exit_code')})"
     return text + (f": {stage.why}" if stage.why else "")
-
-
-def view_ends(state: RunState) -> Iterator[Part]:
-    """Yield a line for each command that ended; of very many only failures and retries."""
-    ended = sorted((row for row in state.jobs.values() if row.ended), key=lambda row: row.ended or 0.0)
-    of_note = [row for row in ended if row.state != "completed" or row.attempt > 1]
-    shown = ended if len(ended) <= _MOST_LINES else of_note[:_MOST_LINES]
-    yield from [Note("")] * bool(ended)
-    for row in shown:
-        tries = f", attempt {row.attempt}" if row.attempt > 1 else ""
-        tries += f" after {format_duration(row.earlier_seconds)} of earlier ones" if row.earlier_seconds else ""
-        yield Note(f"{stamp(row.ended or 0.0)}  {row.name} {row.describe_end(row.reserved_bytes)}{tries}")
-    if len(shown) < len(ended):
-        yield Note(f"and {len(ended) - len(shown)} more; --json lists all")
 
 
 def decisions(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
@@ -305,17 +304,6 @@ def _forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
     num_under = sum(error < 0 for error in errors)
     spread = {"low": min(errors), "median": statistics.median(errors), "high": max(errors)}
     return {"num": len(errors), "num_under": num_under, **spread}
-
-
-def _units(rows: Sequence[JobState], state: RunState, width: int | None) -> Iterator[Part]:
-    """Yield the table of a stage's units; a page has a table of jobs beside."""
-    stage = rows[0].stage
-    each = str(state.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
-    first = ("state", "time")  # the sizes stand beside the numbers
-    order = [*first, *(name for name in columns_of("summary") if name not in first)]
-    columns = [(name, [COLUMNS[name].text(row) for row in rows]) for name in order]
-    names, numbers = [row.name.removeprefix(f"{stage}_") for row in rows], [metrics_of(row.result) for row in rows]
-    return view_table(each, names, columns if width else (), numbers, width)
 
 
 def view_table(
