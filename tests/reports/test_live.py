@@ -149,15 +149,6 @@ def test_below_the_table_stands_how_far_each_stage_is(made):
     assert lines[5] == "completed 2, running 1, waiting 2; about 1m 40s of fold left"
 
 
-def test_the_table_shows_how_much_of_the_panel_is_built(made):
-    made.admit(0, "prepare", 1, None)
-    made.job("prepare", "running", name="status.json", phase="build", used_bytes=50 * MIB)
-    made.event(3, "progress", "prepare", phase="build", done=459, total=1000)
-    view = view_of(made, 5)
-    sizes = ["50.0", "MiB", "270.0", "MiB", "-", "5.0s", "-"]
-    assert table_lines(view, 80)[1].split() == ["prepare", "build", "45", "%", *sizes], "a stage that runs once, too"
-
-
 def test_the_line_below_the_table_knows_the_cap_of_the_runs_config(made):
     made.event(0, "budget", binding=FREE, limits=[FREE, FREE | {"name": "cap", "limit_bytes": 64 * MIB}], **REST)
     made.job("fold_1", "running", name="status.json", used_bytes=24 * MIB)

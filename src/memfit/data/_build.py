@@ -37,7 +37,6 @@ from memfit.data._publish import (
     check_space,
     locked,
     panel_lock,
-    progress_events,
     source_changed,
     sweep,
     writing,
@@ -261,7 +260,7 @@ def write_panel(
         needed = _SLACK_BYTES + sum(map(_num_bytes, grown.values()))
         check_space(path.parent, what, needed)
         with writing(path, "the panel", needed) as aside:
-            _write_arrays(base, aside, spec, source, axes, grown, progress or progress_events())
+            _write_arrays(base, aside, spec, source, axes, grown, progress or (lambda done, total: None))
             if source.stamp() != stamp:
                 raise source_changed()
             files = _force(aside)

@@ -75,13 +75,7 @@ def epochs_done(job: JobState) -> str:
 
 
 def what_it_does(job: JobState, run: RunDir) -> str:
-    """Return the phase that a running job marked, with the share that is done, such as ``build 45 %``.
-
-    Without one, how far its log says it is, with ``~log``, or ``runs``.
-    """
-    event = job.progress
-    if event is not None and event["phase"] == job.phase and event["total"]:
-        return f"{event['phase'][:7]} {100 * event['done'] // event['total']} %"
+    """Return the phase that a running job marked; else how far its log says it is, with ``~log``, or ``runs``."""
     if job.phase or job.pid is None:  # a watcher writes the number when the program has begun
         return job.phase or "starts"
     return f"{found} ~log" if (found := counter_of(job, run).text) else "runs"

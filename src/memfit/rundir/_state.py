@@ -60,7 +60,6 @@ class JobState(JobStatus):
     eta_seconds: float | None = None  # until its training ends, at its mean rate in this attempt, if known
     epoch_ends: Sequence[float] = ()  # when the epochs of this attempt ended, in Unix seconds
     epoch: Event = field(default_factory=dict)  # its last event of the kind ``epoch``
-    progress: Event | None = None  # its last event of the kind ``progress``
     result: Mapping[str, Any] = field(default_factory=dict)  # what it returned
     params: Mapping[str, str] = field(default_factory=dict)  # the parameters that the command line gave it
     lost: Sequence[Event] = ()  # the events of the kind ``rank_lost``, of all attempts
