@@ -314,13 +314,15 @@ def test_the_bar_shows_others_jobs_reserved_and_free_as_shares_of_the_limit(comm
     assert full.partition("]")[0] == "[" + "o" * 40
 
 
-def test_a_cause_of_several_lines_is_shown_in_one(made):
+def test_a_cause_of_several_lines_is_shown_in_one_and_a_trial_of_a_jobs_own_by_its_text(made):
     shown = Shown()
     shown.live.show(made.run)
     made.job("fold_1", "failed", seconds=1)
     made.end(1, "fold_1", "failed", "it needs more.\n  rule: the cap.\n  do: raise it")
+    made.event(2, "trial", "fold_1", name="trial_0001", text="my own trial 1 is over")
     shown.live.close()
-    assert [line.partition(": ")[2] for line in shown.lines[1:]] == ["it needs more.; rule: the cap.; do: raise it"]
+    told = [line.partition("  ")[2] for line in shown.lines[1:]]
+    assert told == ["fold_1 failed: it needs more.; rule: the cap.; do: raise it", "my own trial 1 is over"]
 
 
 def test_a_terminal_is_given_back_when_nothing_was_shown():
@@ -387,14 +389,6 @@ def test_above_the_table_of_a_study_stands_how_far_it_is(study):
     at = next(at for at, line in enumerate(lines) if headline in line and at > 1)
     assert lines[at + 1].startswith("job ") and lines[at + 2].startswith("trial_0001.fold_1 ")
     assert lines[at + 3] == "running 1", "the time left is that of the study"
-
-
-def test_a_job_that_records_a_trial_of_its_own_in_another_run_is_shown_by_its_text(made):
-    shown = Shown()
-    shown.live.show(made.run)
-    made.event(1, "trial", "fold_1", name="trial_0001", text="my own trial 1 is over")
-    shown.live.close()
-    assert shown.lines[1].endswith("my own trial 1 is over")
 
 
 def test_growth_of_a_running_job_is_said_once_while_it_runs(made):
