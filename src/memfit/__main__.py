@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 
-_NO_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 _SUPERVISORS = frozenset({"run", "resume"})
 
 
@@ -33,18 +32,11 @@ def main() -> None:
     try:
         if len(sys.argv) > 1 and sys.argv[1] in _SUPERVISORS:
             enter_scope()
-        # What loads stays to the end: nothing in it is garbage. Plugins of pydantic would be looked for in the entry
-        # points of every installed package, and memfit's settings have no use for one.
-        gc.disable()
-        given = os.environ.get(_NO_PLUGINS)
-        os.environ[_NO_PLUGINS] = "__all__"
+        gc.disable()  # what loads stays to the end: nothing in it is garbage
         from memfit.cli import load_verb
         from memfit.cli import main as run
 
         load_verb("".join(sys.argv[1:2]))
-        del os.environ[_NO_PLUGINS]  # a job has its plugins
-        if given is not None:
-            os.environ[_NO_PLUGINS] = given
         gc.freeze()
         gc.enable()
     except KeyboardInterrupt:

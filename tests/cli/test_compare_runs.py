@@ -168,15 +168,6 @@ def test_what_else_may_explain_a_difference_is_noted(make, run):
     assert "No number is in both runs." in done.out
 
 
-def test_an_experiment_means_its_newest_run_by_its_name_or_its_folder(make, run, tmp_path):
-    make("old", [0.1])
-    make("old", [0.3], params=PARAMS | {"lr": 0.2})
-    for name in ("old", "runs/old", str(tmp_path / "runs" / "old")):
-        found = json.loads(run(name, "runs/old", "--json").out)
-        assert found["run_a"] == found["run_b"]
-        assert found["numbers"]["fold.rank_ic"]["before"]["mean"] == 0.3
-
-
 @pytest.mark.parametrize(
     ("facts", "change"),
     [

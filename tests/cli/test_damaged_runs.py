@@ -9,8 +9,6 @@ import sys
 
 import pytest
 
-from memfit.errors import MemfitError
-from memfit.memory import read_series
 from memfit.rundir import RunDir
 
 MAP = ["run", "--limit", "300MiB", "--param", "a=1..2", "--name", "demo", "--"]
@@ -159,12 +157,3 @@ def test_a_cut_outcome_is_named_and_moved_away_the_command_still_counts_as_done(
     outcome.rename(f"{outcome}.broken")
     again = memfit("resume", path).out
     assert "1 of 2 commands were done already; --new starts over" in again and "completed 1, failed 1" in again
-
-
-@pytest.mark.parametrize("damage", ["cut", "garbage", "folder"])
-def test_a_damaged_series_of_memory_is_refused_by_name(run, damage):
-    path = run("jobs/cmd_0001/memory.jsonl", damage) / "jobs/cmd_0001/memory.jsonl"
-    try:
-        read_series(path)
-    except (MemfitError, OSError) as error:
-        assert str(path) in str(error)

@@ -67,7 +67,6 @@ def test_build_prints_json(memfit, prices):
     ("words", "message"),
     [
         (["--index", "day", "--features", "f1"], "index is ['day']"),
-        (["--index", "day,day", "--features", "f1"], "index is ['day', 'day']"),
         (["--index", "day,id", "--features", "g*"], "the pattern 'g*' finds no column of numbers"),
         (["--index", "day,id", "--features", "f_nam"], "0 columns named 'f_nam'"),
         (["--index", "day,id", "--features", "f_name"], "column 'f_name' of prices.parquet has type string"),
@@ -78,15 +77,10 @@ def test_what_cannot_be_built_is_refused_in_three_parts(memfit, prices, words, m
     assert not list((prices / "out").glob("[!.]*"))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [[*BUILD[:-1], "file"], [*BUILD[:-1], "file/sub"]],
-    ids=["a file", "in a file"],
-)
-def test_a_place_that_cannot_be_written_is_refused_without_settings_that_panel_has_not(memfit, prices, words):
-    assert memfit(*BUILD).exit_code == 0
+@pytest.mark.parametrize("place", ["file", "file/sub"])
+def test_a_place_that_cannot_be_written_is_refused_without_settings_that_panel_has_not(memfit, prices, place):
     (prices / "file").touch()
-    check_refused(memfit(*words), "", "make that path usable, or name another one")
+    check_refused(memfit(*BUILD[:-1], place), "", "make that path usable, or name another one")
 
 
 def test_info_says_what_a_panel_holds(memfit, prices):

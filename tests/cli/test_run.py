@@ -89,15 +89,6 @@ def test_the_same_command_goes_on_and_a_changed_setting_runs_what_reads_it(memfi
     assert re.search(r"^fold +completed 2: num_epochs 1 -> 2$", fourth.out, re.MULTILINE)
 
 
-@pytest.mark.slow
-def test_from_a_stage_its_units_are_trained_again_from_the_first_epoch(memfit, one_run, tmp_path):
-    shutil.copytree(one_run.folder, tmp_path, dirs_exist_ok=True)
-    assert memfit("run", "config.yaml", *WORDS, "--units", "1", "--from", "fold").exit_code == 0
-    runs = RunDir.all(tmp_path / "runs", "tiny")  # the finished run stays as it is
-    epochs = [[event["epoch"] for event in run.events() if event["kind"] == "epoch"] for run in runs]
-    assert epochs == [[1], [1, 1]]
-
-
 @pytest.mark.core
 def test_a_failed_fold_gives_4_and_is_named_with_its_log_and_cause(memfit, config):
     done = memfit("run", config(fail_fold=1), "--on-failure", "stop")

@@ -48,7 +48,7 @@ def test_quiet_says_nothing_of_a_success_but_the_summary(memfit):
     done = memfit("run", "-q", "--", "sh", "-c", "echo out")
     assert (done.exit_code, done.out) == (0, "out\n")
     assert "Run /" not in done.err and "the command ended" not in done.err
-    assert "cmd_0001 completed" in done.err
+    assert "cmd_0001  completed" in done.err
 
 
 @pytest.mark.slow

@@ -123,7 +123,8 @@ def test_secrets_lie_in_one_file_that_is_for_its_owner_alone_and_readers_see_it_
 
 @pytest.mark.slow
 @pytest.mark.proves("S4-23")
-def test_a_functions_arguments_and_a_jobs_variables_are_masked_too(tmp_path):
+def test_a_functions_arguments_its_error_and_a_jobs_variables_are_masked_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("SITE_PASSWORD", "s3cret-c")
     run = RunDir.create(tmp_path / "runs", "bare", "0" * 64)
     backend = LocalBackend(run)
     arguments = {"args": ["sh", "-c", "sleep 1; echo $HF_TOKEN > $1", "sh", str(tmp_path / "seen")]}
@@ -131,7 +132,10 @@ def test_a_functions_arguments_and_a_jobs_variables_are_masked_too(tmp_path):
         Job("call", target="subprocess:check_call", arguments=arguments | {"env": {"HF_TOKEN": "s3cret-a"}},
             env={"DB_PASSWORD": "s3cret-b"}, footprint=Footprint.declared("64MiB"))
     )  # fmt: skip
-    wait_until(lambda: backend.poll()["call"].ended is not None)
+    error = Job("list", target="os:listdir", arguments={"path": "/no/s3cret-c"}, footprint=Footprint.declared("64MiB"))
+    submit(backend, error)
+    wait_until(lambda: all(backend.poll()[name].ended is not None for name in ("call", "list")))
+    assert "No such file or directory: '/no/***'" in backend.poll()["list"].cause
     backend.close()
     assert (tmp_path / "seen").read_text() == "s3cret-a\n"
     assert leaks(tmp_path / "runs") == set()
@@ -219,26 +223,8 @@ def test_what_a_job_says_of_its_variables_stands_in_its_own_logs_alone(memfit, t
     assert [VARIABLES["WANDB_API_KEY"] in text for text in later] == [False, False]  # by the name before it
 
 
-def test_a_functions_error_has_no_value_of_a_variable(tmp_path, monkeypatch):
-    monkeypatch.setenv("SITE_PASSWORD", "s3cret-a")
-    run = RunDir.create(tmp_path / "runs", "bare", "0" * 64)
-    backend = LocalBackend(run)
-    submit(
-        backend,
-        Job("call", target="os:listdir", arguments={"path": "/no/s3cret-a"}, footprint=Footprint.declared("64MiB")),
-    )
-    wait_until(lambda: backend.poll()["call"].ended is not None)
-    cause = backend.poll()["call"].cause
-    backend.close()
-    assert "No such file or directory: '/no/***'" in cause
-    assert {name for name, _ in leaks(tmp_path / "runs")} == set()
-
-
-def test_what_memfit_itself_says_shows_no_token(memfit):
-    check_refused(memfit("diagnose", "logs-of-hf_" + "a" * 34), "path 'logs-of-***' does not exist")
-
-
 def test_a_diagnosis_has_no_secret_and_all_of_its_words(memfit, tmp_path):
+    check_refused(memfit("diagnose", "logs-of-hf_" + "a" * 34), "path 'logs-of-***' does not exist")
     key = "sk_" + "live_" + "a1B2" * 6
     (tmp_path / "log").write_text(f"Traceback (most recent call last):\nRuntimeError: refused {key}\n")
     done = memfit("diagnose", tmp_path / "log", "--verbose", "--report", tmp_path / "incident.md")

@@ -47,14 +47,6 @@ def test_a_run_is_stopped_at_a_checkpoint_and_says_how_to_go_on(memfit, tmp_path
 
 
 @pytest.mark.slow
-def test_with_now_a_run_ends_without_a_checkpoint(memfit, tmp_path):
-    with running(tmp_path) as (process, run):
-        done = memfit("stop", "--now", run.path.name)
-        assert process.wait(60) == 130
-        assert re.search(r"(?m)^cmd_0001 stopped: ", done.out)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["signal.SIG_DFL", "lambda *_: sys.exit(0)"])
 def test_a_job_without_a_checkpoint_is_said_to_start_from_the_beginning(memfit, tmp_path, answer):
     text = f"import signal, sys, time\nsignal.signal(signal.SIGTERM, {answer})\nif False: import lightning\n"
@@ -101,7 +93,9 @@ def test_asking_again_in_any_way_ends_no_job_before_its_checkpoint(tmp_path):
 
 
 @pytest.mark.core
-def test_one_job_is_stopped_and_the_others_go_on_and_one_that_waits_never_starts(memfit, tmp_path):
+def test_one_job_is_stopped_the_others_go_on_one_that_waits_never_starts_and_now_is_without_a_checkpoint(
+    memfit, tmp_path
+):
     with running(tmp_path, folds="1..4") as (process, run):
         assert "cmd_0003 stopped: stopped by memfit stop while it waited" in memfit("stop", "demo/cmd_0003").out
         done = memfit("stop", run.job_dir("cmd_0002"))
@@ -118,8 +112,8 @@ def test_one_job_is_stopped_and_the_others_go_on_and_one_that_waits_never_starts
         memfit("stop", f"{run.path}/cmd_0002")
         wait_until((tmp_path / "demo_3.started").exists)
     finally:
-        memfit("stop", "--now", run.path)
-        resumed.wait(60)
+        done, code = memfit("stop", "--now", run.path.name), resumed.wait(60)
+    assert (code, re.search(r"(?m)^cmd_0001 stopped: ", done.out) is not None) == (130, True)
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def test_an_error_line_about_memory_is_shown_while_the_job_still_runs(tmp_path):
     code = f"import sys, time; print({said!r}, file=sys.stderr, flush=True); time.sleep(3)"
     command = memfit_command("run", "--param", "n=1", "--", sys.executable, "-c", code, "{n}")
     out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60).stdout
-    assert 0 < out.find(f"says: {said}") < out.find("n=1 completed")
+    assert 0 < out.find(f"says: {said}") < out.find("cmd_0001  completed")
     assert out.count(said) == 1
 
 

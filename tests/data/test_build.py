@@ -25,7 +25,6 @@ import pytest
 
 from memfit.data import Panel, _build, _publish
 from memfit.errors import DataError
-from memfit.rundir import RunDir
 
 FEATURES, TARGETS = ["f0", "f1", "f2"], ["ret"]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -231,16 +230,6 @@ def test_a_source_that_changes_during_the_build_is_refused_and_leaves_nothing(pa
         Panel.build(parquet, tmp_path / "panels", features=FEATURES, progress=touch)
     assert not list((tmp_path / "panels").glob("[!.]*"))
     assert leftovers(tmp_path / "panels") == []
-
-
-def test_in_a_job_of_a_run_progress_is_recorded(parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunDir.create(tmp_path, "x", "ab" * 32)
-    monkeypatch.setenv("MEMFIT_RUN_DIR", str(run.path))
-    monkeypatch.setenv("MEMFIT_JOB_ID", "prepare")
-    panel = Panel.build(parquet, tmp_path / "panels", features=FEATURES)
-    said = [event for event in run.events() if event["kind"] == "progress"]
-    assert {event["job"] for event in said} == {"prepare"}
-    assert (said[-1]["done"], said[-1]["total"]) == (panel.num_rows, panel.num_rows)
 
 
 def test_progress_goes_from_none_to_all_rows(parquet: Path, tmp_path: Path) -> None:

@@ -295,9 +295,6 @@ class FakeReader(ProcReader):
         status = self.processes[pid][1]
         return Rollup(status.rss, status.held, 0, status.file)
 
-    def disk_bytes(self, pid: int) -> int:
-        return 3 * MIB
-
     def children(self, pid: int) -> list[int]:
         return [other for other, (stat, _) in self.processes.items() if stat.parent == pid]
 
@@ -417,12 +414,11 @@ def test_device_bytes_are_peaks_by_device_and_apart_from_host_bytes():
     assert footprint.private_bytes == 10 * MIB
 
 
-def test_a_sample_holds_the_cpu_time_and_the_disk_traffic_so_far():
+def test_a_sample_holds_the_cpu_time_so_far():
     meter, reader, _ = made_up()
-    reader.set(11, parent=10)
     stat, status = reader.processes[10]
     reader.processes[10] = replace(stat, cpu_ticks=2 * os.sysconf("SC_CLK_TCK")), status
-    assert (meter.sample().cpu_seconds, meter.sample().disk_bytes) == (2.0, 6 * MIB)
+    assert meter.sample().cpu_seconds == 2.0
 
 
 @pytest.mark.parametrize(("version", "name"), [(1, "memory.max_usage_in_bytes"), (2, "memory.peak")])

@@ -228,11 +228,7 @@ def running(made):
 
 @pytest.fixture
 def recorded(finished):
-    """The three folds, with their memory, their epochs, their settings, and a restart of the third."""
-    header = json.loads((finished.path / "run.json").read_text())
-    origins = {"retries": "default", "seed": "--set", "params.lr": "default", "params.api_key": "a.yaml:3"}
-    write_json(finished.path / "run.json", header | {"origins": origins})
-    (finished.path / "config.yaml").write_text("{seed: 7, retries: 2, params: {lr: 0.1, api_key: hunter2hunter2}}")
+    """The three folds, with their memory, their epochs, and a restart of the third."""
     for job, samples in {
         "fold_1/memory": [("load", 0, 10), ("train", 10, 100), ("", 20, 90)],
         "fold_1/memory_2": [("load", 1590, 10), ("train", 1620, 100)],
@@ -240,9 +236,8 @@ def recorded(finished):
     }.items():
         series = SeriesWriter(finished.path / "jobs" / f"{job}.jsonl")
         for phase, at, mib in samples:
-            used = {"cpu_seconds": 1.5 * at, "disk_bytes": at << 20}
             held = {"GPU-a": 3 << 30}
-            series.append(Sample(START + at, 1, mib << 20, 0, 1 << 20, 1 << 20, phase, held, 1, **used))
+            series.append(Sample(START + at, 1, mib << 20, 0, 1 << 20, 1 << 20, phase, held, 1))
         series.close()
     for job in ("fold_1", "fold_2"):
         for epoch in (1, 2):

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from memfit.reports import LiveRun, Room, render, summarize, to_text, view_study, view_summary, write_page
+from memfit.reports import (
+    LiveRun,
+    Room,
+    render,
+    summarize,
+    summarize_study,
+    to_text,
+    view_study,
+    view_summary,
+    write_page,
+)
 from memfit.rundir import read
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -43,7 +53,7 @@ def _chart(label, drawn):
 def tell(run, now):
     """Return a run as JSON, as summaries or a study, as lines, and as tables while it runs, then as a page."""
     state = read(run, now=lambda: now)
-    found = summarize(state)
+    found = summarize(state) | ({"study": summarize_study(state)} if state.kind == "tune" else {})
     rows = [{name: value} for name, value in found.items() if value and name != "jobs"]
     rows = [[name for name, value in found.items() if not value], *rows, *found["jobs"]]
     yield "json", "".join(f"{json.dumps(row)}\n" for row in rows)

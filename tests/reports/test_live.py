@@ -149,15 +149,6 @@ def test_below_the_table_stands_how_far_each_stage_is(made):
     assert lines[5] == "completed 2, running 1, waiting 2; about 1m 40s of fold left"
 
 
-def test_the_table_shows_how_much_of_the_panel_is_built(made):
-    made.admit(0, "prepare", 1, None)
-    made.job("prepare", "running", name="status.json", phase="build", used_bytes=50 * MIB)
-    made.event(3, "progress", "prepare", phase="build", done=459, total=1000)
-    view = view_of(made, 5)
-    sizes = ["50.0", "MiB", "270.0", "MiB", "-", "5.0s", "-"]
-    assert table_lines(view, 80)[1].split() == ["prepare", "build", "45", "%", *sizes], "a stage that runs once, too"
-
-
 def test_the_line_below_the_table_knows_the_cap_of_the_runs_config(made):
     made.event(0, "budget", binding=FREE, limits=[FREE, FREE | {"name": "cap", "limit_bytes": 64 * MIB}], **REST)
     made.job("fold_1", "running", name="status.json", used_bytes=24 * MIB)
@@ -323,13 +314,15 @@ def test_the_bar_shows_others_jobs_reserved_and_free_as_shares_of_the_limit(comm
     assert full.partition("]")[0] == "[" + "o" * 40
 
 
-def test_a_cause_of_several_lines_is_shown_in_one(made):
+def test_a_cause_of_several_lines_is_shown_in_one_and_a_trial_of_a_jobs_own_by_its_text(made):
     shown = Shown()
     shown.live.show(made.run)
     made.job("fold_1", "failed", seconds=1)
     made.end(1, "fold_1", "failed", "it needs more.\n  rule: the cap.\n  do: raise it")
+    made.event(2, "trial", "fold_1", name="trial_0001", text="my own trial 1 is over")
     shown.live.close()
-    assert [line.partition(": ")[2] for line in shown.lines[1:]] == ["it needs more.; rule: the cap.; do: raise it"]
+    told = [line.partition("  ")[2] for line in shown.lines[1:]]
+    assert told == ["fold_1 failed: it needs more.; rule: the cap.; do: raise it", "my own trial 1 is over"]
 
 
 def test_a_terminal_is_given_back_when_nothing_was_shown():
@@ -396,14 +389,6 @@ def test_above_the_table_of_a_study_stands_how_far_it_is(study):
     at = next(at for at, line in enumerate(lines) if headline in line and at > 1)
     assert lines[at + 1].startswith("job ") and lines[at + 2].startswith("trial_0001.fold_1 ")
     assert lines[at + 3] == "running 1", "the time left is that of the study"
-
-
-def test_a_job_that_records_a_trial_of_its_own_in_another_run_is_shown_by_its_text(made):
-    shown = Shown()
-    shown.live.show(made.run)
-    made.event(1, "trial", "fold_1", name="trial_0001", text="my own trial 1 is over")
-    shown.live.close()
-    assert shown.lines[1].endswith("my own trial 1 is over")
 
 
 def test_growth_of_a_running_job_is_said_once_while_it_runs(made):

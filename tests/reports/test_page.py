@@ -76,7 +76,7 @@ def test_the_page_is_whole_offline_and_small(run: Path) -> None:
     text = (run / "report.html").read_text()
     page = _Page(text)
     assert page.open == page.loads == [] and "script" not in page.tags
-    assert page.tags.count("svg") >= 2, "memory and jobs"
+    assert "svg" in page.tags, "memory"
     assert len(text.encode()) < 300_000
     said = " ".join(page.text)
     assert "completed 3" in said
@@ -84,12 +84,12 @@ def test_the_page_is_whole_offline_and_small(run: Path) -> None:
     assert "MemoryError" in said, "the line that shows the cause"
     assert "bytearray({mib} << 20)" in said, "the command"
     assert "jobs/cmd_0004/err.log" in said, "where its log is"
-    assert "CPU and disk" in page.text and "--name" not in said
+    assert "--name" not in said
     assert "attempt 2" not in said
     assert "meter" in page.tags, "a peak beside its reservation"
 
 
-def test_the_page_draws_each_attempt_of_a_job_where_it_ran_and_what_it_held(finished) -> None:
+def test_the_page_draws_what_each_attempt_of_a_job_held_when_it_ran(finished) -> None:
     fold_1 = [("load", 0, 10), ("train", 10, 100), ("train", 20, 100)]
     hold(finished, "fold_1/memory", *fold_1)
     hold(finished, "fold_1/memory_2", ("load", 1590, 10), ("train", 1620, 100), ("train", 1630, 100))
@@ -97,12 +97,8 @@ def test_the_page_draws_each_attempt_of_a_job_where_it_ran_and_what_it_held(fini
     hold(finished, "fold_2/memory", ("train", 1000, 70), ("", 1020, 90))
     finished.job("fold_1", at=10, seconds=3512, attempt=2)
     text = write_page(finished.run, finished.path / "report.html").read_text()
-    assert " ".join(_Page(text).text).count("attempt 2") == 1 and "Study" not in text
-    memory, jobs = re.findall("<svg.*?</svg>", text, re.DOTALL)
-    bars = [(float(x), float(width)) for x, width in re.findall('<rect x="(.*?)" .*? width="(.*?)"', jobs)]
-    left, a_second = bars[0][0], (sum(bars[3]) - bars[0][0]) / 1630
-    drawn = [(round((x - left) / a_second), round(width / a_second)) for x, width in bars]
-    assert drawn[:5] == [(0, 10), (10, 10), (1590, 30), (1620, 10), (1000, 20)] and drawn[5][0] == 1020
+    assert "Study" not in text
+    (memory,) = re.findall("<svg.*?</svg>", text, re.DOTALL)
     assert re.findall("<title>(.*?)<", memory)[:3] == ["load", "train", "no phase marked"]
     edges = [points.split()[: len(points.split()) // 2] for points in re.findall('points="(.*?)"', memory)]
     tops = [min(float(one.partition(",")[2]) for one in at) for at in zip(*edges, strict=True)]
@@ -111,17 +107,15 @@ def test_the_page_draws_each_attempt_of_a_job_where_it_ran_and_what_it_held(fini
     assert at_ends == [10, 10, 100, 100, None, None, 70, 70, 90, None, None, 10, 10, 100, 100]
 
 
-def test_a_script_that_marks_no_phase_is_drawn_by_job_and_not_while_it_was_out(commands) -> None:
+def test_a_script_that_marks_no_phase_is_drawn_by_job(commands) -> None:
     made = commands(2)
     for number in (1, 2):
         made.job(f"cmd_000{number}", at=0)
     hold(made, "cmd_0001/memory", ("", 0, 10), ("", 10, 10))
     hold(made, "cmd_0001/memory_2", ("", 15, 10), ("", 20, 10))
     hold(made, "cmd_0002/memory", ("", 0, 20), ("", 20, 20))
-    memory, jobs = re.findall("<svg.*?</svg>", write_page(made.run, made.path / "page.html").read_text(), re.DOTALL)
+    (memory,) = re.findall("<svg.*?</svg>", write_page(made.run, made.path / "page.html").read_text(), re.DOTALL)
     assert re.findall("<title>(.*?)<", memory) == ["cmd_0001", "cmd_0002"]
-    widths = [float(one) for one in re.findall('<rect .*? width="(.*?)"', jobs)]
-    assert widths == pytest.approx([widths[2] / 2, widths[2] / 4, widths[2]], abs=0.2)
 
 
 @pytest.mark.proves("S1-46")
@@ -180,7 +174,7 @@ def test_a_browser_draws_the_charts(run: Path, tmp_path: Path, width: int, theme
     with Image.open(picture) as image:
         seen = {pixel for _, pixel in image.convert("RGB").getcolors(1 << 24) or ()}
         corner = image.convert("L").getpixel((2, 2))
-    bars = tuple(int(COLOURS[0][at : at + 2], 16) for at in (1, 3, 5))
-    assert bars in seen, "the bars of the jobs"
+    first = tuple(int(COLOURS[0][at : at + 2], 16) for at in (1, 3, 5))
+    assert first in seen, "the legend of the memory"
     assert len(seen) > 50, "texts and charts, not an empty page"
     assert (corner > 128) == (theme == "light")

@@ -329,7 +329,6 @@ EVENTS = {
     "grow": {"job": '"fold_1"', "from_bytes": "1", "to_bytes": "9", "why": '"w"'},
     "epoch": {"job": '"fold_1"', "epoch": "1", "num_epochs": "2", "loss": "0.5", "memory": '{"cpu": {"a": 3}}'},
     "step": {"job": '"fold_1"', "epoch": "1", "step": "1", "num_steps": "2", "num_epochs": "3"},
-    "progress": {"job": '"fold_1"', "phase": '"train"', "done": "1", "total": "2"},
     "stage": {"stage": '"fold"', "state": '"kept"', "why": '""', "jobs": '["fold_1"]', "seconds": "3"},
     "budget": {"binding": '{"name": "a", "source": "s", "limit_bytes": 9}', **BUDGET},
     "budget ": {"binding": '{"name": "a", "source": "s", "limit_bytes": HERE}', **BUDGET},

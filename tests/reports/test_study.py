@@ -11,24 +11,15 @@ import pytest
 from rich.console import Console
 
 from memfit.errors import DamagedError, UsageError
-from memfit.reports import (
-    LiveRun,
-    study_of,
-    summarize,
-    summarize_study,
-    to_text,
-    view_study,
-    view_summary,
-    write_page,
-)
+from memfit.reports import LiveRun, study_of, summarize_study, to_text, view_study, write_page
 from memfit.rundir import Reader, read
 
 GIB, MIB = 1 << 30, 1 << 20
 
 
-def printed(view, run, *how):
+def printed(view, run):
     console = Console(file=io.StringIO(), width=80)
-    to_text(view(read(run), *how), console)
+    to_text(view(read(run)), console)
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
@@ -145,8 +136,7 @@ def test_the_line_of_a_study_says_how_far_it_is(study):
 
 
 def test_a_study_that_has_not_written_its_settings_yet_is_none_yet(study):
-    assert study_of(read(study.run)) is None and "study" not in summarize(read(study.run))
-    assert "run       runs/demo/run_" in printed(view_summary, study.run, 80)
+    assert study_of(read(study.run)) is None
     assert "<h2>Study</h2>" not in write_page(study.run, study.path / "page.html").read_text()
 
 
@@ -163,20 +153,11 @@ def test_a_record_is_read_again_only_when_its_file_changed(study):
     assert "1 completed; best rank_ic 0.5000 (trial_0000)" in study_of(reader.state()).headline()
 
 
-def test_the_closing_summary_of_a_study_has_its_trials_and_the_jobs_that_failed(searched):
-    made = searched.made
-    made.event(0, "run", state="started")
-    for number, state in enumerate(["completed", "completed", "cancelled", "failed"]):
-        job = f"trial_{number:04d}.fold_1"
-        made.stage(1, "fold", "running", job)
-        made.job(job, state, cause="exit code 1: ValueError: no" if state == "failed" else "")
-    text = printed(view_summary, searched.run, 80)
+def test_a_study_has_its_trials_and_how_to_diagnose_the_jobs_that_failed(searched):
+    text = printed(view_study, searched.run)
     assert "best      rank_ic 0.0341 (trial_0001)\n" in text
-    assert "trial_0000.fold_1" not in text, "no table of jobs"
-    assert text.count("exit code 1: ValueError: no") == 1
-    assert "trial_0003.fold_1 failed: exit code 1: ValueError: no\n  log: runs/demo/run_" in text
-    assert text.index("rates ") < text.index("jobs      ") < text.index("see       memfit report")
-    assert summarize(read(searched.run))["study"] == summarize_study(read(searched.run))
+    failed = "trial_0003 failed: exit code 1: ValueError: no\n  memfit diagnose runs/demo/run_"
+    assert text.index("rates ") < text.index(failed) < text.index("see       memfit report")
 
 
 @pytest.mark.proves("S2-28")

@@ -422,8 +422,7 @@ def test_a_launched_job_that_saves_at_sigterm_is_queued_again(cluster, tmp_path)
     config = {"experiment": "again", "stages": {"train": {"run": command}}, "resources": {"memory": "60MiB"}}
     (tmp_path / "job.yaml").write_text(json.dumps(config))
     env = cluster.env | {"PATH": f"{Path(sys.executable).parent}:{cluster.env['PATH']}"}
-    words = [sys.executable, "-m", "memfit", "launch", "job.yaml", "--submit"]
-    told = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=env).stderr
+    told = subprocess.check_output("memfit launch job.yaml | sbatch", shell=True, text=True, cwd=tmp_path, env=env)
     number = told.rpartition("job ")[2].strip()
     wait_until(lambda: starts(tmp_path) == {"1": 1})
     time.sleep(1)
@@ -515,14 +514,14 @@ def test_slurm_takes_the_script_and_two_nodes_train_as_one(cluster, tmp_path):
     }
     (tmp_path / "job.yaml").write_text(json.dumps(config))
 
-    def memfit(*words):
-        command = [sys.executable, "-m", "memfit", "launch", "job.yaml", *words]
+    def launch(words):
         env = cluster.env | {"PATH": f"{Path(sys.executable).parent}:{cluster.env['PATH']}"}
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+        words = f"memfit launch job.yaml {words}"
+        return subprocess.run(words, shell=True, capture_output=True, text=True, cwd=tmp_path, env=env)
 
-    assert "to start at" in memfit("--test-only").stderr
-    assert memfit("--set", "resources.memory=4GiB").returncode == 3
-    told = memfit("--submit").stderr
+    assert "to start at" in launch("| sbatch --test-only").stderr
+    assert launch("--set resources.memory=4GiB").returncode == 3
+    told = launch("| sbatch").stdout
     number = told.rpartition("job ")[2].strip()
     log = tmp_path / f"pair_{number}.log"
     assert cluster.wait(number, seconds=90) == ["COMPLETED"], log.read_text()

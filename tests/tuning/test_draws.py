@@ -2,7 +2,6 @@
 
 import json
 import re
-import warnings
 from pathlib import Path
 
 import pytest
@@ -189,7 +188,7 @@ def test_a_searched_parameter_is_read_as_run_reads_it_and_a_range_may_be_of_real
         assert read_param(text) == {"name": f"params.{text.partition('=')[0]}", **found}
 
 
-# Exports
+# Records
 
 
 @pytest.fixture
@@ -208,24 +207,6 @@ def recorded(tmp_path):
     write_trial(run, Trial("trial_0006", 6, "running", params))
     write_trial(run, Trial("canary_1", state="completed", value=0.1))
     return run
-
-
-@pytest.mark.slow
-def test_an_export_holds_all_ended_trials_and_replaces_the_file_that_is_there(recorded, tmp_path):
-    optuna = pytest.importorskip("optuna")
-    path = tmp_path / "out/journal.log"
-    for _ in range(2):
-        assert Study.open(recorded).export(path) == path
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
-    opened = optuna.load_study(study_name="study", storage=storage)
-    names = [f"trial_{number:04d}" for number in (0, 0, 1, 2, 3, 4, 5)]
-    assert [one.user_attrs["memfit_trial"] for one in opened.trials] == names
-    assert [one.user_attrs["memfit_state"] for one in opened.trials][:2] == ["infeasible", "completed"]
-    assert (opened.direction.name, opened.trials[1].intermediate_values) == ("MINIMIZE", {1: 2.0, 2: 1.0})
-    assert opened.trials[1].params == {"params.lr": 0.1, "params.width": 3, "params.kind": "a"}
-    assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
 def test_of_equal_trials_the_first_is_the_best_and_a_failed_one_never_is(recorded):

@@ -37,7 +37,7 @@ class Flags:
     dtype: Text = flag("bf16, fp32, fp16 (weights too), bf16-amp, fp16-amp (weights in fp32); bf16.", "DTYPE", "dtype")
     optimizer: Text = flag(f"{', '.join(get_args(Optimizer))}; adamw.", "NAME", "optimizer")
     gradient_checkpointing: bool = flag("Keep only the inputs of blocks.", None, "gradient_checkpointing=full")
-    lora: Text = flag("Adapters: rank, and modules.", "RANK[:NAME,NAME]")
+    lora: Text = flag("The rank of LoRA adapters.", "N", "lora_rank")
     world_size: Text = flag("Devices; 1.", "N", "world_size")
     strategy: Text = flag("ddp, fsdp.", "NAME", "strategy")
     train: list[str] | None = flag(
@@ -63,9 +63,6 @@ class Flags:
         given.pop("accept_tight", None)
         if self.batch == "auto":
             del given["batch"]
-        if self.lora is not None:
-            rank, targets = parse_lora(self.lora)
-            given |= {"lora_rank": ("--lora", rank), "lora_targets": ("--lora", json.dumps(targets))}
         found = resolve(_model_of_setup(), env={}, overrides=join(given, self.train, "--train"))
         setup = Setup(**dict(found.value))
         if setup.world_size > 1 and found.origins["strategy"] == DEFAULT:
@@ -92,22 +89,6 @@ def _model_of_setup() -> type[Settings]:
         is_count = hints[one.name] in (int, int | None)
         made[one.name] = (hints[one.name], Field(one.default, ge=least if is_count else None))
     return create_model("Train", __base__=Settings, **made)
-
-
-def parse_lora(text: str) -> tuple[int, tuple[str, ...]]:
-    """Return a rank and the names behind it.
-
-    >>> parse_lora("16:q_proj,v_proj"), parse_lora("8")
-    ((16, ('q_proj', 'v_proj')), (8, ()))
-    """
-    rank, _, names = text.partition(":")
-    if not (rank.isascii() and rank.isdigit() and int(rank) > 0):
-        raise UsageError(
-            f"--lora {text} names no rank.",
-            rule="it is a whole number from 1, and the names of modules behind a colon.",
-            remedy="write for example --lora 16 or --lora 16:q_proj,v_proj",
-        )
-    return int(rank), tuple(name.strip() for name in names.split(",") if name.strip())
 
 
 @with_flags

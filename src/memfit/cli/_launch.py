@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -28,8 +27,6 @@ class Flags:
     on: Path | None = flag("Lay it out on the machine that this file describes.", "YAML")
     accept_tight: bool = tight_flag()
     set_: list[str] | None = set_flag()
-    test_only: bool = flag("Let sbatch check the script; submit nothing.")
-    submit: bool = flag("Hand the script to sbatch.")
     as_json: AsJson = False
 
 
@@ -44,21 +41,15 @@ def launch(
 
     \b
     memfit launch config.yaml
-    memfit launch config.yaml --test-only
+    memfit launch config.yaml | sbatch
     memfit launch config.yaml --on machine.yaml
     memfit launch config.yaml --format kubernetes | kubectl apply -f -
 
-    It changes nothing unless --submit is given. Memory and /dev/shm follow from the plan (memfit run config.yaml
+    It changes nothing. Memory and /dev/shm follow from the plan (memfit run config.yaml
     --plan), the time to stop from the longest save that was measured. Secrets appear as names of variables.
 
-    Exit codes: 0 done, 2 bad settings or refused by Slurm, 3 more memory than a node has, or tight (under 5 % left).
+    Exit codes: 0 done, 2 bad settings, 3 more memory than a node has, or tight (under 5 % left).
     """
-    if (flags.submit or flags.test_only) and format_ != "sbatch":
-        raise UsageError(
-            f"--{'submit' if flags.submit else 'test-only'} was given with --format {format_}.",
-            rule="Slurm takes batch scripts only.",
-            remedy="leave --format out",
-        )
     machine = Machine.read(flags.on) if flags.on is not None else None
     made = plan_launch(config, overrides=join(settings_of(flags), flags.set_), machine=machine, form=format_)
     notes = []
@@ -67,8 +58,6 @@ def launch(
     elif note := _check_room(made, format_):
         notes.append(note)
     text = render(made, format_)
-    if flags.submit or flags.test_only:
-        notes.append(_hand_over(text, is_test=flags.test_only))
     answer({"format": format_, "text": text, "figures": made.figures(), "notes": notes}, flags.as_json, [text.rstrip()])
     for note in () if flags.as_json else notes:
         console(stderr=True).say(f"memfit: {note}")
@@ -88,19 +77,3 @@ def _check_room(made: Launch, form: LaunchFormat) -> str:
     if form == "compose" and not made.memory <= limit:
         return f"this host has {format_bytes(limit.bytes)}: the container needs {format_bytes(made.memory.bytes)}"
     return ""
-
-
-def _hand_over(text: str, *, is_test: bool) -> str:
-    with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
-        path = Path(folder) / "job.sh"
-        path.write_text(text)
-        try:
-            if is_test:
-                return slurm.check_script(path)
-            return f"submitted as job {slurm.submit_script(path)}"
-        except slurm.NoAnswerError as error:
-            raise UsageError(
-                f"Slurm does not answer: {error}.",
-                rule="sbatch asks the controller.",
-                remedy="look with squeue whether it got the job, then give the command again",
-            ) from error

@@ -17,7 +17,7 @@ def report(
         Path | None, typer.Option("--out", help="The file; by default report.html in the run's folder.")
     ] = None,
 ) -> None:
-    """Write a run as one HTML page: learning curves, results, memory, cores and disk over time, and why jobs failed.
+    """Write a run as one HTML page: learning curves, results, memory over time, and why jobs failed.
 
     The page needs no network and no script, also of a run that goes on. Without a name the newest of ./runs is meant.
 

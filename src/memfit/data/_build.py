@@ -28,7 +28,6 @@ from memfit.data._manifest import (
 from memfit.data._publish import (
     Progress,
     locked,
-    progress_events,
     source_changed,
     sweep,
     writing,
@@ -150,7 +149,7 @@ def write_panel(
         shape = f"{len(axes.dates)} dates x {len(axes.assets)} assets x {len(spec.features)} features"
         needed = _SLACK_BYTES + sum(map(_num_bytes, arrays.values()))
         with writing(path, f"a panel of {shape}", needed) as aside:
-            _write_arrays(aside, spec, source, axes, arrays, progress or progress_events())
+            _write_arrays(aside, spec, source, axes, arrays, progress or (lambda done, total: None))
             if source.stamp() != stamp:
                 raise source_changed()
             Manifest(fingerprint, key, axes.num_rows, arrays, _force(aside)).write(aside)

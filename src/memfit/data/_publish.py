@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +13,6 @@ from filelock import FileLock, Timeout
 
 from memfit.errors import DataError
 from memfit.files import sync_folder
-from memfit.rundir import record
 from memfit.units import format_bytes
 
 Progress = Callable[[int, int], None]
@@ -80,19 +78,6 @@ def writing(path: Path, what: str, needed: int | None = None) -> Iterator[Path]:
             remedy="free space there, raise that limit, name another folder, or give fewer columns or objects",
         ) from error
     sync_folder(path.parent)
-
-
-def progress_events() -> Progress:
-    """Return a progress function that writes an event at most twice a second; nothing outside a run."""
-    due = 0.0
-
-    def say(done: int, total: int) -> None:
-        nonlocal due
-        if time.monotonic() >= due or done == total:
-            due = time.monotonic() + 0.5
-            record("progress", phase="build", done=done, total=total)
-
-    return say
 
 
 def source_changed() -> DataError:

@@ -146,7 +146,7 @@ def add_lora(model: nn.Module, rank: int, targets: Sequence[str], *, head: nn.Mo
         raise ConfigError(
             f"No linear layer of {type(model).__name__} is named {' or '.join(targets)}.",
             rule=f"Adapters go beside linear layers; {nearest(targets[0], known)}.",
-            remedy=f"use --lora {rank}:{','.join(sorted(known)[:4])}, or --lora {rank}:all-linear",
+            remedy=f"use --train lora_targets=[{','.join(sorted(known)[:4])}], or --train lora_targets=[all-linear]",
         )
     for name in chosen:
         parent, _, last = name.rpartition(".")

@@ -29,8 +29,7 @@ class Sample:
 
     ``private_bytes`` is non-reclaimable, shared pages once; ``peak_bytes`` its peak since the sample before, high-water
     marks included. ``shared_bytes`` are mapped file pages, each once (at least this much). ``rss_bytes`` counts shared
-    pages once per process. ``pss_bytes`` is as of the last sweep; 0 before the first. ``cpu_seconds`` and
-    ``disk_bytes`` are so far."""
+    pages once per process. ``pss_bytes`` is as of the last sweep; 0 before the first. ``cpu_seconds`` are so far."""
 
     time: float
     num_processes: int
@@ -42,7 +41,6 @@ class Sample:
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     peak_bytes: int = 0
     cpu_seconds: float = 0.0
-    disk_bytes: int = 0
 
 
 class _Paced:
@@ -96,7 +94,6 @@ class TreeMeter:
         self._unix_offset = time.time() - clock()
         self._sweeps, self._scans = _Paced(SWEEP_SHARE, clock, cpu), _Paced(SCAN_SHARE, clock, cpu)
         self._device_reads, self._device_bytes = _Paced(SWEEP_SHARE, clock, cpu), dict[str, int]()
-        self._disk_reads, self._disk_bytes = _Paced(SCAN_SHARE, clock, cpu), 0
         self.floor_bytes, self.inherited_bytes, self.counts_from_birth = 0, 0, False
         self._held, self._shared_memory = Sharing(), Sharing()
         self._before: dict[int, tuple[Stat, Status]] = {}
@@ -144,7 +141,7 @@ class TreeMeter:
             peak_bytes=peak,
         )
         self._before = now
-        self._last = replace(self._last, cpu_seconds=self.cpu_seconds, disk_bytes=self._read_disk())
+        self._last = replace(self._last, cpu_seconds=self.cpu_seconds)
         if peak > self._whole.private_bytes:
             self._parts = parts
         taken = PhasePeak(peak, self._last.shared_bytes, swept_pss, self._last.device_bytes)
@@ -197,12 +194,6 @@ class TreeMeter:
             with self._device_reads.run():
                 self._device_bytes = dict(self._devices(self.pids))
         return self._device_bytes
-
-    def _read_disk(self) -> int:
-        if self._disk_reads.due:
-            with self._disk_reads.run():
-                self._disk_bytes = sum(map(self._reader.disk_bytes, self._before))
-        return self._disk_bytes
 
     def _take(self, phase: str, peak: PhasePeak) -> None:
         self._phases[phase] = self._phases.get(phase, PhasePeak(0)).merge(peak)

@@ -116,7 +116,6 @@ def parse_rollup(text: str) -> Rollup | None:
 # Beginning with a literal, not with "^", lets the search skip from line to line: four times as fast.
 _STATUS = re.compile(r"\n(VmHWM|RssAnon|RssFile|RssShmem|VmPTE|VmSwap):\s+(\d+) kB")
 _DATA = re.compile(r"\n(VmData):\s+(\d+) kB")
-_IO = re.compile(r"\n(?:read|write)_bytes: (\d+)")
 _ROLLUP = re.compile(r"\n(Pss|Pss_Anon|Pss_File|Pss_Shmem|SwapPss|Shared_Dirty):\s+(\d+) kB")
 
 
@@ -142,10 +141,6 @@ class ProcReader:
 
     def rollup(self, pid: int) -> Rollup | None:
         return parse_rollup(self._read(f"{pid}/smaps_rollup"))
-
-    def disk_bytes(self, pid: int) -> int:
-        """Return what it and the children that it waited for read from a disk and wrote; 0 when it cannot be read."""
-        return sum(map(int, _IO.findall(self._read(f"{pid}/io"))))
 
     def children(self, pid: int) -> list[int]:
         """Return the children of the main thread; those of other threads are found by ``pids``."""

@@ -12,7 +12,7 @@ from memfit.errors import DamagedError
 from memfit.files import fits, parse_json, read_own, replacing
 from memfit.memory._meter import Sample
 
-_SIZES = ("num_processes", "private_bytes", "shared_bytes", "rss_bytes", "pss_bytes", "peak_bytes", "disk_bytes")
+_SIZES = ("num_processes", "private_bytes", "shared_bytes", "rss_bytes", "pss_bytes", "peak_bytes")
 _TIMES = dict.fromkeys(("time", "cpu_seconds"), (int, float))
 _SHAPE = {"phase": str, "device_bytes": {str: int}} | _TIMES | dict.fromkeys(_SIZES, int)
 
@@ -75,7 +75,7 @@ def read_series(path: Path) -> list[Sample]:
         with suppress(ValueError, TypeError, RecursionError):
             found = parse_json(line)
             if fits(found, _SHAPE):
-                samples.append(Sample(**found))
+                samples.append(Sample(**{name: found[name] for name in _SHAPE}))
     if not samples and len(lines) > 1:
         raise DamagedError(
             f"{path} is no series of memory samples.",

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from memfit.reports._runs import view_runs as view_runs
     from memfit.reports._study import study_of as study_of
     from memfit.reports._study import summarize_study as summarize_study
+    from memfit.reports._study import view_study as view_study
     from memfit.reports._summary import summarize as summarize
-    from memfit.reports._summary import view_study as view_study
     from memfit.reports._summary import view_summary as view_summary
 
 __all__ = [

@@ -1,9 +1,9 @@
-"""Charts as inline SVG: memory over time, lines, and a bar per job. No script, no other file."""
+"""Charts as inline SVG: memory over time, and lines by epoch. No script, no other file."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import chain, count
@@ -20,7 +20,7 @@ CHART_STYLE = (
     ".curve{fill:none;stroke-width:1.8;stroke-linejoin:round}"
 )
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 22, 26
-_ROW, _BAR, _LETTER, _MOST_LETTERS = 22, 14, 7.3, 36
+_LETTER = 7.3  # the width of one, about
 _LINES_SIZE = (440, 240)  # the width and height of a chart of lines; there are several beside each other
 _MOST_DOTS = 40  # more points than this are lines without dots
 _SHOWS_LIMIT = 0.2  # above this share of a limit the chart shows the limit; below, the data fill the chart
@@ -45,16 +45,6 @@ class Line:
     points: Sequence[tuple[float, float]]
     is_dashed: bool = False
     is_faint: bool = False
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A job's bar; each part has its start and end in seconds, and a colour."""
-
-    name: str
-    parts: Sequence[tuple[float, float, str]]
-    note: str
-    is_bad: bool
 
 
 @dataclass
@@ -124,7 +114,7 @@ def draw_stack(
     frame = _Frame(size, *edges, (0.0, seconds), (0.0, end))
     if title:
         frame.text(_LEFT, 16, title, kind="ink head")
-    frame.scale({tick: format_bytes(round(tick)) for tick in byte_ticks(0, end)})
+    frame.scale({tick: format_bytes(round(tick)) for tick in byte_ticks(end)})
     frame.time_axis()
     below, xs = [0.0] * len(totals), [frame.x(seconds * at / max(1, len(totals) - 1)) for at in range(len(totals))]
     for layer in layers:
@@ -145,40 +135,26 @@ def draw_stack(
     return frame.svg(label)
 
 
-def draw_lines(
-    lines: Sequence[Line],
-    title: str,
-    *,
-    seconds: float = 0.0,
-    y_text: Callable[[float], str] | None = None,
-    ticks: Callable[[float, float], Sequence[float]] | None = None,
-) -> str:
-    """Return a chart of curves; where one has a value that is not finite, it has a gap.
-
-    The first curve is drawn last. The x axis is so many ``seconds`` long, or counts epochs. With ``ticks``, which are
-    round values between two, the chart begins at 0, else at the lowest value.
-    """
+def draw_lines(lines: Sequence[Line], title: str) -> str:
+    """Return a chart of curves by epoch, the first drawn last; one has a gap where its value is not finite."""
     finite = [[point for point in line.points if math.isfinite(point[1])] for line in lines]
     xs, ys = ([point[at] for points in finite for point in points] for at in (0, 1))
-    low, high = (min(ys, default=0.0), max(ys, default=1.0)) if ticks is None else (0.0, max(ys, default=0.0) or 1.0)
+    low, high = min(ys, default=0.0), max(ys, default=1.0)
     if low == high:
         low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
     margin = 0.05 * (high - low)
-    low, high = low - margin * (ticks is None), high + margin
-    begin, end = (min(xs, default=0.0), max(xs, default=1.0)) if not seconds else (0.0, seconds)
+    low, high = low - margin, high + margin
+    begin, end = min(xs, default=0.0), max(xs, default=1.0)
     begin, end = (begin, end) if end > begin else (begin - 0.5, begin + 0.5)
-    places = {tick: (y_text or "{:g}".format)(tick) for tick in (ticks or number_ticks)(low, high)}
+    places = {tick: f"{tick:g}" for tick in number_ticks(low, high)}
     left = 16 + 0.9 * _LETTER * max(map(len, places.values()), default=0)
     edges = left, _LINES_SIZE[0] - _RIGHT, _TOP + 18, _LINES_SIZE[1] - _BOTTOM
     frame = _Frame(_LINES_SIZE, *edges, (begin, end), (low, high))
     frame.text(8, 16, title, kind="ink head")
     frame.scale(places)
-    if seconds:
-        frame.time_axis()
-    else:
-        for tick in number_ticks(begin, end, whole=True):
-            frame.text(frame.x(tick), frame.bottom + 16, f"{tick:g}", anchor="middle", kind="dim")
-        frame.text(frame.right, 16, "by epoch", anchor="end", kind="dim")
+    for tick in number_ticks(begin, end, whole=True):
+        frame.text(frame.x(tick), frame.bottom + 16, f"{tick:g}", anchor="middle", kind="dim")
+    frame.text(frame.right, 16, "by epoch", anchor="end", kind="dim")
     for line, points in list(zip(lines, finite, strict=True))[::-1]:
         frame.parts += _curve(line, [(frame.x(x), frame.y(y)) for x, y in points])
     return frame.svg(title)
@@ -192,24 +168,6 @@ def _curve(line: Line, places: Sequence[tuple[float, float]]) -> Iterator[str]:
         yield f'<polyline class="curve" points="{points}" {style}><title>{escape(line.name)}</title></polyline>'
     if len(places) <= (1 if line.is_faint or line.is_dashed else _MOST_DOTS):
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{line.colour}"/>' for x, y in places)
-
-
-def draw_bars(bars: Sequence[Bar], seconds: float, label: str) -> str:
-    width, height = 960, _TOP + _ROW * len(bars) + _BOTTOM
-    names = [bar.name if len(bar.name) <= _MOST_LETTERS else f"{bar.name[: _MOST_LETTERS - 1]}…" for bar in bars]
-    left = 16 + _LETTER * max(map(len, names), default=0)
-    right = width - min(8 + _LETTER * max((len(bar.note) for bar in bars), default=0), width / 3)
-    frame = _Frame((width, height), left, right, _TOP - 8, height - _BOTTOM, (0.0, seconds))
-    frame.time_axis()
-    for number, (bar, name) in enumerate(zip(bars, names, strict=True)):
-        y = _TOP + _ROW * number
-        frame.text(left - 8, y + _BAR - 3, name, anchor="end")
-        frame.text(right + 8, y + _BAR - 3, bar.note, kind="bad" if bar.is_bad else "dim")
-        for start, stop, colour in bar.parts:
-            begin, end = frame.x(start), frame.x(stop)
-            place = f'x="{begin:.1f}" y="{y}" width="{max(1.0, end - begin):.1f}"'
-            frame.parts.append(f'<rect {place} height="{_BAR}" fill="{colour}"/>')
-    return frame.svg(label)
 
 
 def time_ticks(seconds: float) -> list[float]:
@@ -232,10 +190,10 @@ def number_ticks(low: float, high: float, *, whole: bool = False) -> list[float]
     return _ticks(low, high, (max(power * n, float(whole)) for n in (1, 2, 5, 10)))
 
 
-def byte_ticks(_: float, size: float) -> list[float]:
+def byte_ticks(size: float) -> list[float]:
     """Return round sizes from 0 up to a size.
 
-    >>> [format_bytes(int(tick)) for tick in byte_ticks(0, 700 << 20)]
+    >>> [format_bytes(int(tick)) for tick in byte_ticks(700 << 20)]
     ['0 B', '200.0 MiB', '400.0 MiB', '600.0 MiB']
     """
     unit = next((unit for unit in (TIB, GIB, MIB, KIB) if size >= unit), 1)

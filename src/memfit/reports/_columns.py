@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from memfit.files import fits, open_own
-from memfit.reports._numbers import or_dash
+from memfit.reports._numbers import or_dash, stamp
 from memfit.rundir import Event, JobState, RunDir, RunState, show_state
 from memfit.units import format_bytes, format_duration
 
@@ -50,6 +50,7 @@ COLUMNS: Mapping[str, Column] = {
     "memory": Column(lambda job: size_text(job.used_bytes), _LIVE, gives_way=4),
     "peak": Column(lambda job: size_text(job.peak_bytes), _ALL, gives_way=1),
     "reserved": Column(lambda job: size_text(job.reserved_bytes), _ALL, gives_way=2),
+    "start": Column(lambda job: or_dash(job.started, stamp), {"page"}),
     "time": Column(_time, _ALL),
     "ETA": Column(lambda job: or_dash(job.eta_seconds, partial(format_duration, short=True)), {"live"}),
     "attempts": Column(lambda job: str(job.attempt) if job.attempt > 1 else "-", {"page"}),
@@ -74,13 +75,7 @@ def epochs_done(job: JobState) -> str:
 
 
 def what_it_does(job: JobState, run: RunDir) -> str:
-    """Return the phase that a running job marked, with the share that is done, such as ``build 45 %``.
-
-    Without one, how far its log says it is, with ``~log``, or ``runs``.
-    """
-    event = job.progress
-    if event is not None and event["phase"] == job.phase and event["total"]:
-        return f"{event['phase'][:7]} {100 * event['done'] // event['total']} %"
+    """Return the phase that a running job marked; else how far its log says it is, with ``~log``, or ``runs``."""
     if job.phase or job.pid is None:  # a watcher writes the number when the program has begun
         return job.phase or "starts"
     return f"{found} ~log" if (found := counter_of(job, run).text) else "runs"

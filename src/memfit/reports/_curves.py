@@ -1,20 +1,16 @@
-"""What jobs reported while they ran: learning curves, and what they took of the machine over time."""
+"""What jobs reported while they ran: learning curves, and the numbers that stand for results."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import chain, pairwise
 
 from memfit.files import fits, open_own
-from memfit.memory import Sample
-from memfit.reports._charts import COLOURS, Line, byte_ticks, draw_lines, legend, number_ticks
+from memfit.reports._charts import COLOURS, Line, draw_lines, legend
 from memfit.reports._numbers import is_number
 from memfit.rundir import Event, Reader, RunDir, RunState
-from memfit.units import format_bytes, format_count, natural_order
+from memfit.units import format_count, natural_order
 
 #: Numbers of an epoch that say when and how fast it was, not what was learned.
 _NO_METRIC = {"time", "epoch", "num_epochs", "rank", "step", "num_steps", "seconds", "samples_per_second", "wait_share"}
@@ -139,47 +135,5 @@ def _read_logs(run: RunDir, job: str) -> dict[str, float]:
     return places | numbers
 
 
-def draw_machine(series: Sequence[Sequence[Sample]], start: float, seconds: float, num_points: int) -> Iterator[str]:
-    """Yield charts of the cores, disk and GPUs that all jobs together used over time, where that was recorded."""
-    for title, figure, text, ticks in (
-        ("CPU: cores that the jobs kept busy", partial(_rate, "cpu_seconds"), "{:.2f}".format, number_ticks),
-        (
-            "Disk: read and written per second",
-            partial(_rate, "disk_bytes"),
-            lambda one: f"{_size(one)}/s",
-            byte_ticks,
-        ),
-        ("GPU: memory that the jobs hold", lambda one, _: float(sum(one.device_bytes.values())), _size, byte_ticks),
-    ):
-        points = _over_time(series, start, seconds / num_points or 1.0, num_points, figure)
-        if any(value for _, value in points):
-            yield draw_lines([Line("all jobs", COLOURS[0], points)], title, seconds=seconds, y_text=text, ticks=ticks)
-
-
-def _over_time(
-    series: Sequence[Sequence[Sample]],
-    start: float,
-    step: float,
-    num_points: int,
-    figure: Callable[[Sample, Sample], float],
-) -> list[tuple[float, float]]:
-    """Return a figure of each sample and the next, of all jobs together, as means over evenly spaced times."""
-    sums = [0.0] * num_points
-    for before, after in chain.from_iterable(map(pairwise, series)):
-        value = max(0.0, figure(before, after))  # a sum falls with a process that ended
-        first, last = (before.time - start) / step, (after.time - start) / step
-        for at in range(max(0, int(first)), min(num_points, math.ceil(last))):
-            sums[at] += value * (min(last, at + 1) - max(first, at))
-    return [((at + 0.5) * step, value) for at, value in enumerate(sums)]
-
-
-def _rate(name: str, before: Sample, after: Sample) -> float:
-    return float(getattr(after, name) - getattr(before, name)) / max(after.time - before.time, 1e-9)
-
-
 def _is_sane(value: object) -> bool:
     return is_number(value) and fits(value, (int, float))
-
-
-def _size(value: float) -> str:
-    return format_bytes(round(value))

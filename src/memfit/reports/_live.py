@@ -28,7 +28,7 @@ from memfit.reports._columns import (
     size_text,
     what_it_does,
 )
-from memfit.reports._numbers import format_number, is_number
+from memfit.reports._numbers import format_number, is_number, stamp
 from memfit.reports._parts import plain_table, say
 from memfit.reports._study import study_of
 from memfit.rundir import LEVELS, Event, JobState, Reader, RunDir, RunState, left_something, level_of, seconds_left
@@ -113,7 +113,7 @@ class LiveRun:
         if silent < self._silence or (state.is_one and _has_output(state, self._silence)):
             return
         silence = min(2 * self._silence, _MOST_SILENCE_SECONDS)
-        self._say(f"{_stamp(state.now)}  {headline or explain_now(state, self._waits_for)}", "dim")
+        self._say(f"{stamp(state.now)}  {headline or explain_now(state, self._waits_for)}", "dim")
         self._silence = silence
 
     def _print_warnings(self, state: RunState) -> None:
@@ -126,14 +126,14 @@ class LiveRun:
                 line = find_shortage(new)
                 if line and (job.id, line) not in self._said:
                     self._said.add((job.id, line))
-                    self._say(f"{_stamp(time.time())}  {job.name} says: {line}", "red")
+                    self._say(f"{stamp(time.time())}  {job.name} says: {line}", "red")
             if len(ends) > max(5, 1.1 * seen) and (job.id, "grows") not in self._said:
                 self._epochs_seen[job.id] = len(ends)
                 from memfit.diagnosis import explain_growth
 
                 if grown := explain_growth(folder, ends, limit):
                     self._said.add((job.id, "grows"))
-                    self._say(f"{_stamp(time.time())}  {job.name}: {grown}", "yellow")
+                    self._say(f"{stamp(time.time())}  {job.name}: {grown}", "yellow")
 
     def _new_of(self, log: Path) -> bytes:
         """Return what a log gained since the last call, at most its last 64 KiB; a watcher begins with what comes."""
@@ -174,7 +174,7 @@ class LiveRun:
                 text += describe_left(event, state)
             if text:
                 text += f"; {told}" if self.verbose and (told := explain_memory(event)) else ""
-                lines.append(f"{_stamp(float(event['time']))}  " + re.sub(r"\s*\n\s*", "; ", text))
+                lines.append(f"{stamp(float(event['time']))}  " + re.sub(r"\s*\n\s*", "; ", text))
         if lines:  # at once: on a terminal each printing draws the table anew
             self._say("\n".join(lines))
 
@@ -189,10 +189,6 @@ def _with_forecasts(state: RunState) -> RunState:
             left = seconds_left((began, 0.0), (found.time, found.share), 1.0, state.now)
             jobs[job.id] = replace(job, eta_seconds=left)
     return replace(state, jobs=jobs)
-
-
-def _stamp(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def describe(event: Event, state: RunState) -> str:

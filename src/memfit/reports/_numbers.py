@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +40,11 @@ def format_column(values: Iterable[float | None], statistics: Iterable[float | N
 
 def or_dash(value: T | None, text: Callable[[T], str]) -> str:
     return "-" if value is None else text(value)
+
+
+def stamp(seconds: float) -> str:
+    """Return Unix seconds as a local time; what no clock shows, as the nearest one that it does."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(max(0.0, seconds), 2e11)))
 
 
 def short_path(path: Path) -> str:

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from html import escape
-from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from memfit.errors import DamagedError
 from memfit.files import write_atomic
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
-from memfit.reports._charts import CHART_STYLE, COLOURS, Bar, Layer, draw_bars, draw_stack, legend
+from memfit.reports._charts import CHART_STYLE, COLOURS, Layer, draw_stack, legend
 from memfit.reports._columns import BAD, COLUMNS, columns_of, size_text
-from memfit.reports._compare import read_settings
-from memfit.reports._curves import draw_curves, draw_machine, last_values, read_curves
+from memfit.reports._curves import draw_curves, last_values, read_curves
 from memfit.reports._parts import Cell, Chart, Facts, Note, Part, Table, to_html
 from memfit.reports._study import study_of, view_trials
 from memfit.reports._summary import decisions, totals, view_failures, view_results, view_table
-from memfit.rundir import JobState, Reader, RunDir, liveness, show_state
-from memfit.units import format_bytes, format_duration
+from memfit.rundir import Reader, RunDir, liveness, show_state
+from memfit.units import format_bytes
 
 _NUM_POINTS = 240  # more points than this make a chart no finer
-_MOST_BARS = 40  # bars beyond this are left out and counted: the longest jobs stay
 _PHASES = ("load", "build", "train", "validate", "checkpoint", "preflight")
 _MOST_TOLD = 200  # of more jobs, the first so many are in the table
-_MOST_LETTERS = 200
 
 _CSS = """
 :root{color-scheme:light dark;--line:#8884;--soft:#8881;--bad:#c62828}
@@ -69,33 +63,30 @@ class _Seen:
         reader = Reader(run)
         self.events, self.state, self.series = reader.read(), reader.state(), _read(run)
         self.name = f"{run.path.parent.name}/{run.path.name}"
-        self.all = [samples for attempts in self.series.values() for samples in attempts]
-        times = [one.time for samples in self.all for one in (samples[0], samples[-1])]
+        every = [samples for attempts in self.series.values() for samples in attempts]
+        times = [one.time for samples in every for one in (samples[0], samples[-1])]
         self.start = min(times, default=0.0)
         self.seconds = max(times, default=0.0) - self.start
-        marked = {sample.phase for samples in self.all for sample in samples if sample.phase}
-        shown = sorted(marked, key=lambda name: (name not in _PHASES, name))
-        self.by, self.rest = ("phase", "no phase marked") if marked else ("job", "other jobs")
-        shown = shown or [job for job in self.state.jobs if job in self.series][: len(COLOURS) - 1]
-        self.colours = {name: COLOURS[at % (len(COLOURS) - 1)] for at, name in enumerate(shown)}
-        self.colours[self.rest] = COLOURS[-1]
-        self.layers = self._layers()
+        marked = {sample.phase for samples in every for sample in samples if sample.phase}
+        self.by = "phase" if marked else "job"
+        self.layers = self._layers(sorted(marked, key=lambda name: (name not in _PHASES, name)))
         self.peak_bytes = int(max(map(sum, zip(*(layer.values for layer in self.layers), strict=True)), default=0))
 
-    def _layers(self) -> list[Layer]:
+    def _layers(self, phases: Sequence[str]) -> list[Layer]:
+        """Return what jobs held over time: a layer for each phase, or else for each of the first jobs."""
+        rest = "no phase marked" if phases else "other jobs"
+        shown = phases or [job for job in self.state.jobs if job in self.series][: len(COLOURS) - 1]
+        colours = {name: COLOURS[at % (len(COLOURS) - 1)] for at, name in enumerate(shown)} | {rest: COLOURS[-1]}
         sums: dict[str, list[float]] = {}
         step = self.seconds / (_NUM_POINTS - 1) or 1.0
         for job, samples in ((job, samples) for job, attempts in self.series.items() for samples in attempts):
             times = [sample.time - self.start for sample in samples]
             for point in range(int(times[0] / step), min(_NUM_POINTS, int(times[-1] / step) + 2)):
                 sample = samples[max(0, bisect_right(times, point * step) - 1)]
-                sums.setdefault(self.layer_of(job, sample), [0.0] * _NUM_POINTS)[point] += sample.private_bytes
-        return [Layer(name, colour, sums[name]) for name, colour in self.colours.items() if name in sums]
-
-    def layer_of(self, job: str, sample: Sample) -> str:
-        """Return the name in the legend for a sample of a job."""
-        name = sample.phase if self.by == "phase" else job
-        return name if name in self.colours else self.rest
+                name = sample.phase if phases else job
+                layer = sums.setdefault(name if name in colours else rest, [0.0] * _NUM_POINTS)
+                layer[point] += sample.private_bytes
+        return [Layer(name, colour, sums[name]) for name, colour in colours.items() if name in sums]
 
 
 def write_page(run: RunDir, path: Path) -> Path:
@@ -121,7 +112,7 @@ def _page(seen: _Seen) -> str:
         if found := to_html(parts):
             body.append(f"<h2>{title}</h2>{found}" if title else found)
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime())
-    body.append(f'<p class="note">Written by memfit report on {made}.</p>')
+    body.append(f'<p class="note">Written by memfit report on {made}. The settings: config.yaml in that folder.</p>')
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
     head += f"<style>{_CSS}{CHART_STYLE}</style>"
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
@@ -129,17 +120,15 @@ def _page(seen: _Seen) -> str:
 
 def _sections(seen: _Seen) -> Iterator[tuple[str, Iterator[Part]]]:
     """Yield the titles of the page and what is below each; one below which is nothing is left out."""
-    state, machine, found = seen.state, _machine(seen), study_of(seen.state)
+    state, found = seen.state, study_of(seen.state)
     study = found.summarize() if found else None
     yield "", _facts(seen)
     yield "Study", view_trials(study, whole=True) if study else iter(())
     yield "Learning curves", _learned(seen, [one.name for one in found.ranked or found.trials] if found else [])
     yield "Results", view_results(state, None) if study is None else iter(())
     yield "Memory over time", _memory(seen)
-    yield "CPU, disk and GPU" if "GPU" in machine else "CPU and disk", iter([Chart(machine)])
     yield "Jobs", _jobs(seen)
     yield "What failed", view_failures(state, here=False)
-    yield "Settings", _settings(seen)
 
 
 def _facts(seen: _Seen) -> Iterator[Part]:
@@ -164,28 +153,6 @@ def _learned(seen: _Seen, ranked: Sequence[str]) -> Iterator[Part]:
         yield Chart(f"<details><summary>last values</summary>{tables}</details>")
 
 
-def _settings(seen: _Seen) -> Iterator[Part]:
-    config, origins = read_settings(seen.state.run), seen.state.header.get("origins") or {}
-    rows = []
-    for name, origin in origins.items() if isinstance(origins, Mapping) else ():
-        value: Any = config
-        for part in str(name).split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if name != "schema_version" and (origin != "default" or name.startswith("params.")):
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-            rows.append((name, text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 1]}…", str(origin)))
-    if rows:
-        headings = ("setting", "value", "from")
-        yield Table(headings, rows, headings, "settings")
-    yield Note("All others have their defaults: config.yaml in the folder of the run has them all.", "dim")
-
-
-def _machine(seen: _Seen) -> str:
-    """Return charts of what the jobs took of cores, disk and GPUs over time."""
-    charts = [*draw_machine(seen.all, seen.start, seen.seconds, _NUM_POINTS)] if seen.seconds else []
-    return f'<div class="charts">{"".join(charts)}</div>' if charts else ""
-
-
 def _memory(seen: _Seen) -> Iterator[Part]:
     if not seen.peak_bytes:
         yield Note("No job has left a sample of its memory.")
@@ -208,16 +175,6 @@ def _memory(seen: _Seen) -> Iterator[Part]:
 
 
 def _jobs(seen: _Seen) -> Iterator[Part]:
-    jobs = [job for job in seen.state.jobs.values() if job.id in seen.series]
-    jobs = sorted(jobs, key=lambda job: job.seconds or 0.0)[-_MOST_BARS:]
-    jobs.sort(key=lambda job: seen.series[job.id][0][0].time)
-    if jobs:
-        bars, label = [_bar(job, seen) for job in jobs], f"When each job of {seen.name} ran, by {seen.by}"
-        yield Chart(f'<div class="wide">{draw_bars(bars, seen.seconds, label)}</div>')
-        if left := len(seen.series) - len(jobs):
-            yield Note(f"{left} shorter jobs are not shown.", "dim")
-    else:
-        yield Note("No job has run yet.")
     headings, rows = columns_of("page"), list[list[Cell]]()
     for job in [*seen.state.jobs.values()][:_MOST_TOLD]:
         cells: dict[str, Cell] = {name: COLUMNS[name].text(job) for name in headings}
@@ -228,16 +185,5 @@ def _jobs(seen: _Seen) -> Iterator[Part]:
         yield Table(headings, rows, ("job", "state"), "jobs")
         told = "Peak: private memory. The bar is its share of what was reserved."
         yield Note(f"{told} The logs are jobs/JOB/out.log and err.log.", "dim")
-
-
-def _bar(job: JobState, seen: _Seen) -> Bar:
-    parts: list[tuple[float, float, str]] = []
-    for samples in seen.series[job.id]:
-        ends = [*samples[1:], samples[-1]]
-        for layer, group in groupby(zip(samples, ends, strict=True), lambda one: seen.layer_of(job.id, one[0])):
-            spans = [*group]
-            parts.append((spans[0][0].time - seen.start, spans[-1][1].time - seen.start, seen.colours[layer]))
-    note = show_state(job.shown) + (f", {format_duration(job.seconds, short=True)}" if job.seconds else "")
-    note += f", attempt {job.attempt}" if job.attempt > 1 else ""
-    note += f" after {format_duration(job.earlier_seconds, short=True)}" if job.earlier_seconds else ""
-    return Bar(job.name, parts, note, job.shown in BAD)
+    else:
+        yield Note("No job has run yet.")

@@ -36,8 +36,6 @@ _METHODS = {
 }
 _NO_PARTS = ("file", "charged_peak")  # entries of a footprint's parts that the private peak does not consist of
 _FITS = {True: "yes", False: "no", None: "not known"}
-#: The parts of a training step that are always shown, in this order.
-_OF_STEPS = ("weights", "gradients", "optimizer", "activations")
 
 
 def view_run_plan(plan: RunPlan) -> Iterator[Part]:
@@ -107,27 +105,12 @@ def _lines(stage: StagePlan) -> Iterator[str]:
 
 
 def _model(answer: Mapping[str, Any]) -> Iterator[str]:
-    """What a step of a stage's model takes: its tensors by part, all of it on a GPU, and what makes it fit."""
-    sizes, parts = answer["device"], answer["parts"]
-    names = dict.fromkeys((*_OF_STEPS, *sorted(parts, key=lambda name: -int(parts[name]["value"]))))
-    shown = {name: parts.get(name, {"value": 0})["value"] for name in names}
-    terms = [
-        f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in shown.items() if size or name in _OF_STEPS
-    ]
-    tensors, reserved, whole = (sizes[name] for name in ("allocated_bytes", "reserved_bytes", "device_bytes"))
+    """What a step of a stage's model takes of a GPU, its tensors by part, and what makes it fit."""
     how = "by the formula" if answer["method"] == "formula" else answer["method"]
-    yield f"a step of its model ({how}): {_bound(tensors)} in tensors = {' + '.join(terms)}"
-    context = {name: whole[name] - reserved[name] for name in whole}
-    yield f"  on a GPU: {_bound(whole)}, with torch's cache and a context of {_bound(context)}"
-    gpu, change = answer["gpu"], answer["change"]
-    if gpu is not None:
-        yield f"  {answer['verdict']}: {format_bytes(gpu['total_bytes'])} ({gpu['name']})"
-    if change is not None:
-        yield f"  fits with {' '.join(change['options'])}: {_bound(change['device']['device_bytes'])}"
-
-
-def _bound(size: Mapping[str, int]) -> str:
-    return f"{format_bytes(size['value'])} (at most {format_bytes(size['upper'])})"
+    yield f"a step of its model ({how}) {_verdict(answer).text}"
+    yield f"  tensors: {', '.join(f'{name} {value}' for name, value, _ in _parts(answer))}"
+    if (change := answer["change"]) is not None:
+        yield f"  {_fits_with(change)}"
 
 
 def _size(footprint: Footprint, stage: StagePlan) -> Iterator[str]:
@@ -174,12 +157,10 @@ def view_estimate(answer: Mapping[str, Any]) -> Iterator[Part]:
     versions = " and ".join(f"{name} {version}" for name, version in answer["versions"].items())
     yield Note(f"{_METHODS[answer['method']]} {versions}")
     figures = [(name.removesuffix("_bytes"), *_bounds(answer["device"][name]), text) for name, text in _METRICS.items()]
-    parts = sorted(answer["parts"].items(), key=lambda part: -part[1]["value"])
-    largest = [(name.replace("_", " "), *_bounds(size)) for name, size in parts if size["upper"]]
     phases = [(name, *_bounds(size)) for name, size in answer["by_phase"].items()]
     peak = f"at the peak ({answer['peak_phase']})"
     yield from ("", Table(("device", *_BOUNDS, ""), figures, ("device", "")))
-    yield from ("", Table((peak, *_BOUNDS), largest, (peak,)))
+    yield from ("", Table((peak, *_BOUNDS), [*_parts(answer)], (peak,)))
     yield from ("", Table(("peak by phase", *_BOUNDS), phases, ("peak by phase",)))
     if answer["setup"] is not None and answer["gpu"] is not None and answer["verdict"] != "fits":
         yield from _explain_change(answer)
@@ -222,10 +203,21 @@ def _explain_change(answer: Mapping[str, Any]) -> Iterator[Part]:
         if answer["smaller_model"]:
             yield Note(f"  {answer['smaller_model']['text']}")
         return
-    value, upper = _bounds(change["device"]["device_bytes"])
-    yield Note(f"fits with {' '.join(change['options'])}: {value}, at most {upper}", "bold")
+    yield Note(_fits_with(change), "bold")
     same = "the same training" if change["same_training"] else "changes the training"
     yield Note(f"  costs: {change['cost']}; {same}")
+
+
+def _parts(answer: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield the parts of a step's tensors, the largest first, with value and bound."""
+    for name, size in sorted(answer["parts"].items(), key=lambda part: -part[1]["value"]):
+        if size["upper"]:
+            yield (name.replace("_", " "), *_bounds(size))
+
+
+def _fits_with(change: Mapping[str, Any]) -> str:
+    value, upper = _bounds(change["device"]["device_bytes"])
+    return f"fits with {' '.join(change['options'])}: {value}, at most {upper}"
 
 
 def _bounds(interval: Mapping[str, int]) -> tuple[str, str]:

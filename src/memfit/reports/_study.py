@@ -6,7 +6,7 @@ import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,18 +182,23 @@ def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"{first['why']} ({first['trial']})"
 
 
-def view_trials(summary: Mapping[str, Any], *, told: Collection[str] = (), whole: bool = False) -> Iterator[Part]:
+def view_study(state: RunState) -> Iterator[Part]:
+    """Yield a study: how far it is, its best trials, what failed, and what to do next."""
+    study = summarize_study(state)
+    yield from (*view_trials(study), Note(""), Facts([*_next_steps(state.run, study)]))
+
+
+def view_trials(summary: Mapping[str, Any], *, whole: bool = False) -> Iterator[Part]:
     """Yield the summary of a study; a page has the ``whole``: all trials with their settings, in place of the best.
 
-    Beside the best, each cause of failure is said once, but for the jobs in ``told``.
+    Beside the best, each cause of failure is said once.
     """
     yield Facts([*_facts(summary)])
     yield from _trials(summary, whole)
     alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for one in summary["failures"] if not whole and summary["num_ended"] > _MOST_ROWS else ():
-        if one["job"] not in told:
-            alike.setdefault((one["state"], one["cause"]), []).append(one)
-    for (state, cause), (first, *others) in alike.items():
+    for one in () if whole else summary["failures"]:
+        alike.setdefault((one["state"], one["cause"]), []).append(one)
+    for (state, cause), (first, *others) in [*alike.items()][:_MOST_ROWS]:
         same = f"\n  the same: {list_some([one['trial'] for one in others], 4)}" if others else ""
         more = f"\n  {first['command']}" if first["command"] else ""
         yield Note(f"\n{first['trial']} {state}: {cause}{same}{more}", "red")
@@ -229,7 +234,7 @@ def _trials(summary: Mapping[str, Any], whole: bool) -> Iterator[Part]:
         yield Note(f"the best {len(trials)} of {len(done)} that completed; memfit report shows all")
 
 
-def next_steps(run: RunDir, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _next_steps(run: RunDir, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     best = run.path / "best.yaml"
     if summary["num_ended"] < summary["n_trials"] and not liveness(run).is_supervised:
         yield "go on", f"memfit resume {_quoted(run.path)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,11 +26,10 @@ from memfit.reports._numbers import (
     summarize_metrics,
 )
 from memfit.reports._parts import Facts, Note, Part, Table
-from memfit.reports._study import next_steps, study_of, summarize_study, view_trials
 from memfit.rundir import JobState, RunDir, RunState, StageState, finite, show_state
 from memfit.units import format_bytes, format_count, format_duration, list_some
 
-_MOST_LINES, _MOST_RANKS = 60, 16  # of more commands than this, only failures and further attempts have a line
+_MOST_LINES, _MOST_RANKS = 60, 16  # so many commands, and ranks of one, have a row
 _MOST_RUNS = 50  # the newest runs of an experiment, whose kills are counted
 #: Causes in a log that say less than the exit code and the kernel's counters.
 _TELLS_LESS = frozenset({"unknown", "killed", "terminated", "recovered"})
@@ -48,10 +46,7 @@ _WAITED_FOR = {
 
 
 def summarize(state: RunState) -> dict[str, Any]:
-    """Return the summary as JSON: sizes in bytes, durations in seconds, null for a number that is not finite.
-
-    The summary of a study has the key ``study`` in addition: see `summarize_study`.
-    """
+    """Return the summary as JSON: sizes in bytes, durations in seconds, null for a number that is not finite."""
     jobs, reported = [*state.jobs.values()], read_reported(state)
     plain = "kind state most_at_once wall_seconds counts num_restarts outgrown num_gave_way"
     found = {
@@ -69,7 +64,7 @@ def summarize(state: RunState) -> dict[str, Any]:
         "kills": _count_kills(state.run),
         "forecast_error": _forecast_error(jobs),
     }
-    return dict(finite(found)) | ({"study": study.summarize()} if (study := study_of(state)) else {})
+    return dict(finite(found))
 
 
 def _stage(state: RunState, name: str) -> dict[str, Any]:
@@ -103,14 +98,10 @@ def _diagnosis(state: RunState, row: JobState) -> str | None:
 
 
 def view_summary(state: RunState, width: int, *, verbose: bool = False) -> Iterator[Part]:
-    study = found.summarize() if (found := study_of(state)) else None
+    """Yield how a run ended; a study has `view_study`."""
     if not state.is_one:
         yield from (Note(""), Facts([*decisions(state, verbose)]))
-    if study is not None:
-        yield from (Note(""), *view_trials(study, told=_bad(state)))
-    else:
-        yield from view_ends(state) if state.kind == "commands" else ()
-        yield from view_results(state, width)
+    yield from view_results(state, width)
     yield from view_failures(state)
     yield Note("")
     places = [("run", f"{short_path(state.run.path)} ({show_state(state.state)})")]
@@ -118,18 +109,7 @@ def view_summary(state: RunState, width: int, *, verbose: bool = False) -> Itera
         names = [path.name for path in sorted(state.run.path.glob("*_results.feather"))]
         names += ["checkpoints"] if state.kind != "commands" else []
         places += (("", f"  {name}") for name in [*names, "jobs (the logs and the memory of each)"])
-    yield Facts([*totals(state, verbose), *places, *(next_steps(state.run, study) if study else ())])
-
-
-def view_study(state: RunState) -> Iterator[Part]:
-    """Yield a study: how far it is, its best trials, what failed, and what to do next."""
-    study = summarize_study(state)
-    yield from (*view_trials(study, told=_bad(state)), *view_failures(state), Note(""))
-    yield Facts([*next_steps(state.run, study)])
-
-
-def _bad(state: RunState) -> dict[str, JobState]:
-    return {row.id: row for row in state.jobs.values() if row.shown in BAD}
+    yield Facts([*totals(state, verbose), *places])
 
 
 def view_failures(state: RunState, *, here: bool = True) -> Iterator[Part]:
@@ -139,7 +119,7 @@ def view_failures(state: RunState, *, here: bool = True) -> Iterator[Part]:
     """
     path_text = short_path if here else str
     found: dict[tuple[str, str], list[JobState]] = {}
-    for row in _bad(state).values():
+    for row in (one for one in state.jobs.values() if one.shown in BAD):
         found.setdefault((row.shown, row.cause or "it left no result"), []).append(row)
     for (ended_as, cause), (row, *others) in found.items():
         text = f"\n{row.name} {ended_as}: {cause}\n  log: {path_text(_logs(state, row)[0])}"
@@ -150,16 +130,29 @@ def view_failures(state: RunState, *, here: bool = True) -> Iterator[Part]:
 
 
 def view_results(state: RunState, width: int | None) -> Iterator[Part]:
-    """Yield what stages returned or commands reported last; without a width what a page needs, in whole tables."""
+    """Yield how units ended and what they returned or reported last; a page, without a width, the results alone."""
     if state.kind != "commands":
         yield from _stages(state, width)
-    elif told := [*read_reported(state).items()][:_MOST_LINES]:
-        names = short_names(state)
-        jobs, numbers = [names[state.jobs[job].name] for job, _ in told], [dict(own) for _, own in told]
-        places = [name for name in PLACES if any(name in own for own in numbers)]
-        columns = [(name, [or_dash(own.pop(name, None), "{:g}".format) for own in numbers]) for name in places]
-        has_mean = set() < varied_params(state) <= _REPEATED
-        yield from view_table("job", jobs, columns, numbers, width, has_mean=has_mean)
+        return
+    told, names = read_reported(state), short_names(state)
+    rows = [row for row in state.jobs.values() if (row.id in told if width is None else row.ended)]
+    if len(rows) > _MOST_LINES:  # what failed or began again first
+        rows.sort(key=lambda row: row.state == "completed" and row.attempt == 1)
+    shown = rows[:_MOST_LINES]
+    numbers = [dict(told.get(row.id, {})) for row in shown]
+    places = [name for name in PLACES if any(name in own for own in numbers)]
+    columns = [(name, [or_dash(own.pop(name, None), "{:g}".format) for own in numbers]) for name in places]
+    columns, has_mean = [*_columns(shown, width), *columns], set() < varied_params(state) <= _REPEATED
+    if rows:
+        yield from view_table("job", [names[row.name] for row in shown], columns, numbers, width, has_mean=has_mean)
+    if len(shown) < len(rows):
+        yield Note(f"and {len(rows) - len(shown)} more; --json lists all")
+
+
+def _columns(rows: Sequence[JobState], width: int | None) -> list[tuple[str, list[str]]]:
+    """Return how units ended, column by column; a page has a table of jobs beside."""
+    order = [] if width is None else sorted(columns_of("summary"), key=lambda name: name not in ("state", "time"))
+    return [(name, [COLUMNS[name].text(row) for row in rows]) for name in order]
 
 
 def _stages(state: RunState, width: int | None) -> Iterator[Part]:
@@ -173,7 +166,9 @@ def _stages(state: RunState, width: int | None) -> Iterator[Part]:
         lines = [line for report in told if report and fits(report, [str]) for line in report]
         gap = any(row.id != name for row in own)
         if gap:
-            yield from _units(own, state, width)
+            each = str(state.graph.get(name, {}).get("each") or "unit").partition(" ")[0]
+            units = [row.name.removeprefix(f"{name}_") for row in own]
+            yield from view_table(each, units, _columns(own, width), [metrics_of(row.result) for row in own], width)
         elif own and (not lines or width is None):
             words = {one: format_number(value) if is_number(value) else value for one, value in own[0].result.items()}
             lines.append("  ".join(f"{one}: {value}" for one, value in words.items() if isinstance(value, str | bool)))
@@ -190,21 +185,6 @@ def _fate(state: RunState, name: str) -> str:
     if "stopped" in stage.units.values():
         text += f" the run (exit code {state.outcome.get('exit_code')})"
     return text + (f": {stage.why}" if stage.why else "")
-
-
-def view_ends(state: RunState) -> Iterator[Part]:
-    """Yield a line for each command that ended; of very many only failures and retries."""
-    ended = sorted((row for row in state.jobs.values() if row.ended), key=lambda row: row.ended or 0.0)
-    of_note = [row for row in ended if row.state != "completed" or row.attempt > 1]
-    shown = ended if len(ended) <= _MOST_LINES else of_note[:_MOST_LINES]
-    yield from [Note("")] * bool(ended)
-    for row in shown:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.ended))
-        tries = f", attempt {row.attempt}" if row.attempt > 1 else ""
-        tries += f" after {format_duration(row.earlier_seconds)} of earlier ones" if row.earlier_seconds else ""
-        yield Note(f"{stamp}  {row.name} {row.describe_end(row.reserved_bytes)}{tries}")
-    if len(shown) < len(ended):
-        yield Note(f"and {len(ended) - len(shown)} more; --json lists all")
 
 
 def decisions(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
@@ -266,10 +246,6 @@ def totals(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
     if verbose and not state.is_one:
         if wall and is_whole and len(rows) > 1:
             yield from _bounds(state)
-        warm = sum(row.evidence.get("start") == "warm" for row in rows)
-        if warm and state.warm_bytes is not None:
-            where = f"one process that had imported their code ({format_bytes(state.warm_bytes)}, counted once)"
-            yield "start", f"{warm} of {len(rows)} were forked from {where}"
         yield from _record(state)
     for row in rows[:_MOST_LINES] if verbose else ():
         if told := explain_memory(row.epoch):
@@ -328,17 +304,6 @@ def _forecast_error(rows: Sequence[JobState]) -> dict[str, Any] | None:
     num_under = sum(error < 0 for error in errors)
     spread = {"low": min(errors), "median": statistics.median(errors), "high": max(errors)}
     return {"num": len(errors), "num_under": num_under, **spread}
-
-
-def _units(rows: Sequence[JobState], state: RunState, width: int | None) -> Iterator[Part]:
-    """Yield the table of a stage's units; a page has a table of jobs beside."""
-    stage = rows[0].stage
-    each = str(state.graph.get(stage, {}).get("each") or "unit").partition(" ")[0]
-    first = ("state", "time")  # the sizes stand beside the numbers
-    order = [*first, *(name for name in columns_of("summary") if name not in first)]
-    columns = [(name, [COLUMNS[name].text(row) for row in rows]) for name in order]
-    names, numbers = [row.name.removeprefix(f"{stage}_") for row in rows], [metrics_of(row.result) for row in rows]
-    return view_table(each, names, columns if width else (), numbers, width)
 
 
 def view_table(

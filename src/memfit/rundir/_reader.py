@@ -38,10 +38,8 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "step": {"job": str, "epoch": int, "step": int, "num_steps": int, "num_epochs": (int, _NONE)},
     "stop": {"num_running": int},
     "stage": {"stage": str, "state": str, "why": str, "jobs": [str], "seconds": (int, float)},
-    "warm": {"bytes": int, "job": _NONE},
     "rank_lost": {"job": str, "rank": int, "generation": int, "text": str},
     "planned": {"job": str, "text": str},
-    "progress": {"job": str, "phase": str, "done": int, "total": int},
 }
 _GRAPH = {"stages": [{"name": str, "each": (str, _NONE)}]}
 _CPU = {"busy": float, "disk": float}
@@ -88,7 +86,7 @@ class Reader:
         self._waiting: tuple[str, float] | None = None
         self._admitted_by = 0
         self._attempts: defaultdict[str, _Attempt] = defaultdict(_Attempt)
-        self._last: dict[tuple[str, str], Event] = {}
+        self._epochs: dict[str, Event] = {}  # the last of each job
         self._lost: defaultdict[str, list[Event]] = defaultdict(list)
         self._queued: set[str] = set()
         self._settled: dict[str, JobState] = {}
@@ -100,7 +98,7 @@ class Reader:
         #: The fields of the state that events alone make.
         self._known: dict[str, Any] = {
             "budget": {}, "num_commands": 0, "most_at_once": 0, "num_restarts": 0, "num_gave_way": 0, "waits": {},
-            "cpu": {}, "warm_bytes": None, "told_bytes": None, "planned": {},
+            "cpu": {}, "told_bytes": None, "planned": {},
         }  # fmt: skip
 
     def read(self, *, anew: bool = False) -> list[Event]:
@@ -166,8 +164,6 @@ class Reader:
             self._take_run(event, now)
         elif kind == "budget":
             known["budget"] = event
-        elif kind == "warm":
-            known["warm_bytes"] = event["bytes"]
         elif kind == "planned":
             known["planned"] = known["planned"] | {event["job"]: event["text"]}
         elif kind == "stop":
@@ -186,8 +182,8 @@ class Reader:
 
     def _take_of_job(self, event: Event, kind: str, job: str, now: float) -> None:
         known = self._known
-        if kind in ("epoch", "progress"):
-            self._last[kind, job] = event
+        if kind == "epoch":
+            self._epochs[job] = event
         elif kind == "rank_lost":
             self._lost[job].append(event)
         if kind in ("admit", "end", "retry"):
@@ -266,8 +262,7 @@ class Reader:
             num_epochs=attempt.num_epochs,
             eta_seconds=None if is_over or began is None else left,
             epoch_ends=tuple(attempt.epoch_ends),
-            epoch=self._last.get(("epoch", job_id), {}),
-            progress=self._last.get(("progress", job_id)),
+            epoch=self._epochs.get(job_id, {}),
             result=self._result(stage, job_id) if told in THERE or status.state == "completed" else {},
             params=self.params.get(job_id, {}),
             lost=tuple(self._lost[job_id]),

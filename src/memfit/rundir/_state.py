@@ -60,7 +60,6 @@ class JobState(JobStatus):
     eta_seconds: float | None = None  # until its training ends, at its mean rate in this attempt, if known
     epoch_ends: Sequence[float] = ()  # when the epochs of this attempt ended, in Unix seconds
     epoch: Event = field(default_factory=dict)  # its last event of the kind ``epoch``
-    progress: Event | None = None  # its last event of the kind ``progress``
     result: Mapping[str, Any] = field(default_factory=dict)  # what it returned
     params: Mapping[str, str] = field(default_factory=dict)  # the parameters that the command line gave it
     lost: Sequence[Event] = ()  # the events of the kind ``rank_lost``, of all attempts
@@ -117,7 +116,6 @@ class RunState:
     num_gave_way: int  # how often a job was restarted because of that
     waits: Mapping[str, float]  # seconds of the last command in which none could start, by what jobs waited for
     cpu: Mapping[str, float]  # what the host's cores did in the last command, as shares; empty until it ends
-    warm_bytes: int | None  # the memory of the process that jobs were forked from; None if there was none
     told_bytes: int | None  # what all used of the limit when a job last started or ended; None before
     planned: Mapping[str, str]  # whether each stage's first job is as planned, by its id; empty without a plan
 

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from memfit.slurm._control import LargestNode as LargestNode
     from memfit.slurm._control import NoAnswerError as NoAnswerError
     from memfit.slurm._control import cancel_elements as cancel_elements
-    from memfit.slurm._control import check_script as check_script
     from memfit.slurm._control import find_job as find_job
     from memfit.slurm._control import format_time as format_time
     from memfit.slurm._control import read_accounting as read_accounting

@@ -46,11 +46,6 @@ def submit_script(path: Path) -> str:
     return _call("sbatch", "--parsable", str(path)).strip().partition(";")[0]
 
 
-def check_script(path: Path) -> str:
-    """Have Slurm check a batch script without submitting it; return what it says."""
-    return _call("sbatch", "--test-only", str(path), with_stderr=True).strip()
-
-
 def read_queue(names: Iterable[str]) -> dict[str, Element]:
     """Return the elements of these jobs, by number such as ``1234_5``; ended ones too, as long as Slurm shows them."""
     words = ("squeue", "-h", "-r", "-t", "all", f"--name={','.join(names)}", "-o", "%i|%T|%r|%N")
@@ -147,7 +142,7 @@ def read_accounting(given: str) -> str:
     return text
 
 
-def _call(*words: str, with_stderr: bool = False, seconds: float = _MOST_SECONDS) -> str:
+def _call(*words: str, seconds: float = _MOST_SECONDS) -> str:
     try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
     except FileNotFoundError as error:
@@ -159,7 +154,7 @@ def _call(*words: str, with_stderr: bool = False, seconds: float = _MOST_SECONDS
     except subprocess.TimeoutExpired as error:
         raise NoAnswerError(f"{words[0]} gave no answer in {seconds:g} s") from error
     if done.returncode == 0:
-        return done.stdout + done.stderr * with_stderr
+        return done.stdout
     said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1][:200]
     if any(text in done.stderr.lower() for text in _NO_ANSWER):
         raise NoAnswerError(said)

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MissingExtraError
-from memfit.files import replacing
 from memfit.tuning._record import Trial
 from memfit.tuning._settings import TuneSettings
 
@@ -108,15 +105,3 @@ def _told(settings: TuneSettings, trials: Iterable[Trial]) -> list[Any]:
                 )
             )
     return found
-
-
-def export(settings: TuneSettings, trials: Iterable[Trial], name: str, path: Path) -> Path:
-    """Write a study as a new journal file of Optuna's, which optuna-dashboard opens; replace the file that is there."""
-    optuna = load_optuna()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as aside, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what of it is experimental
-        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(aside)))
-        study = optuna.create_study(storage=storage, study_name=name, direction=settings.direction)
-        study.add_trials(_told(settings, (trial for trial in trials if trial.is_over)))
-    return path

@@ -87,10 +87,6 @@ class Study:
         done = [one for one in self.trials if one.state == "completed" and one.value is not None]
         return max(done, key=lambda one: (sign * (one.value or 0.0), -(one.number or 0)), default=None)
 
-    def export(self, path: Path | str) -> Path:
-        """Write the trials that have ended as a new journal file of Optuna's, and return its path."""
-        return _optuna.export(self.settings, self.trials, self.name, Path(path))
-
 
 @dataclass(frozen=True)
 class TuneResult:
@@ -183,10 +179,8 @@ def _tune(
             return made[key]
 
         folder_of(run).mkdir(exist_ok=True)
-        own, facts = (
-            base.settings.model_copy(update={"on_failure": "continue"}),
-            {"state": state, "fingerprint": fingerprint},
-        )
+        own = base.settings.model_copy(update={"on_failure": "continue"})
+        facts = {"state": state, "fingerprint": fingerprint}
         with supervised(run, own, force=force, view=view, facts=facts, parent=warm.parent) as supervisor:
             return _search(order, settings, supervisor, order_of)
 

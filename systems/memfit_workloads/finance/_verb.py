@@ -52,12 +52,12 @@ def backtest(  # noqa: PLR0913 - one each for what is judged, when and where it 
 ) -> None:
     """Backtest checkpoints on dates that they never saw.
 
+    \b
     memfit backtest --config ranker.yaml --checkpoints 'models/fold*_blended.pt' --start-date 2020-01-01 \\
         --output results/five_folds.json
 
-    A date is scored only by models whose training labels do not meet its own: checkpoints say what they were trained
-    on. The data are checked first, then the scores are traded with costs, and shuffled and shifted scores are traded
-    beside them. The gate says green, yellow or red, with reasons.
+    A date is scored only by models whose training labels do not meet its own. The data are checked first, then the
+    scores are traded with costs, beside shuffled and shifted ones. The gate says green, yellow or red, with reasons.
 
     Exit codes: 0 done, 2 bad input; with --gate 10 for yellow and 11 for red.
     """

@@ -414,12 +414,8 @@ def test_a_plan_has_the_models_memory_by_part_with_context_and_bound_before_anyt
     file = io.StringIO()
     to_text(view_run_plan(plan), Console(file=file, width=200))
     sizes = {name: format_bytes(size) for name, size in parts.items()}
-    names = ("weights", "gradients", "optimizer", "activations")
-    shown = " + ".join(f"{name} {sizes[name]}" for name in names)
-    assert f"in tensors = {shown} + " in file.getvalue()
-    assert re.search(
-        r"on a GPU: \S+ MiB \(at most \S+ GiB\), with torch's cache and a context of \S+ MiB", file.getvalue()
-    )
+    assert all(f"{name} {sizes[name]}" in file.getvalue() for name in ("weights", "gradients", "optimizer"))
+    assert re.search(r"a step of its model \(traced\) needs \S+ MiB, at most \S+ GiB of device", file.getvalue())
     assert not (tmp_path / "runs").exists()
 
 
@@ -468,12 +464,9 @@ def test_a_plan_says_whether_the_model_fits_this_machines_gpu_and_what_makes_it_
     plan = plan_run(XL / "flan-t5-xl.yaml", overrides=[f"runs_dir={tmp_path}"])
     file = io.StringIO()
     to_text(view_run_plan(plan), Console(file=file, width=200))
-    assert (
-        "a step of its model (by the formula): 38.89 GiB (at most 44.83 GiB) in tensors = weights 5.31 GiB"
-        in file.getvalue()
-    )
-    assert "does not fit: 30.00 GiB (RTX 5090)" in file.getvalue()
-    assert "fits with --set params.gradient_checkpointing=true: 23.49 GiB (at most 26.66 GiB)" in file.getvalue()
+    assert "a step of its model (by the formula) does not fit: needs " in file.getvalue()
+    assert " of 30.00 GiB (RTX 5090); " in file.getvalue() and "weights 5.31 GiB" in file.getvalue()
+    assert "fits with --set params.gradient_checkpointing=true: 23.49 GiB, at most 26.66 GiB" in file.getvalue()
 
 
 def test_a_folder_without_a_model_is_refused_by_the_plan_too(monkeypatch, tmp_path):
