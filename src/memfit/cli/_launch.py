@@ -17,7 +17,7 @@ from memfit.cli._terminal import AsJson, answer, console
 from memfit.errors import UsageError
 from memfit.memory import Budget
 from memfit.pipeline import plan_launch
-from memfit.planning import Launch, LaunchFormat, Machine, render
+from memfit.planning import Launch, LaunchFormat, render
 from memfit.units import format_bytes
 
 
@@ -25,7 +25,6 @@ from memfit.units import format_bytes
 class Flags:
     """The flags of this verb."""
 
-    on: Path | None = flag("Lay it out on the machine that this file describes.", "YAML")
     accept_tight: bool = tight_flag()
     set_: list[str] | None = set_flag()
     test_only: bool = flag("Let sbatch check the script; submit nothing.")
@@ -45,7 +44,6 @@ def launch(
     \b
     memfit launch config.yaml
     memfit launch config.yaml --test-only
-    memfit launch config.yaml --on machine.yaml
     memfit launch config.yaml --format kubernetes | kubectl apply -f -
 
     It changes nothing unless --submit is given. Memory and /dev/shm follow from the plan (memfit run config.yaml
@@ -59,13 +57,8 @@ def launch(
             rule="Slurm takes batch scripts only.",
             remedy="leave --format out",
         )
-    machine = Machine.read(flags.on) if flags.on is not None else None
-    made = plan_launch(config, overrides=join(settings_of(flags), flags.set_), machine=machine, form=format_)
-    notes = []
-    if machine is not None:
-        made.check_machine(machine, str(flags.on))
-    elif note := _check_room(made, format_):
-        notes.append(note)
+    made = plan_launch(config, overrides=join(settings_of(flags), flags.set_), form=format_)
+    notes = [note] if (note := _check_room(made, format_)) else []
     text = render(made, format_)
     if flags.submit or flags.test_only:
         notes.append(_hand_over(text, is_test=flags.test_only))

@@ -11,7 +11,7 @@ from memfit.config import write_yaml
 from memfit.errors import UsageError
 from memfit.jobs import render_script
 from memfit.planning._launch import Launch, LaunchFormat
-from memfit.units import format_count, write_size
+from memfit.units import write_size
 
 _EARLY_SECONDS = 60  # Slurm may send a signal up to a minute early
 _ENDING_SECONDS = 10  # what memfit takes to end, after its job
@@ -21,19 +21,20 @@ _STEP = "srun --kill-on-bad-exit=1 --wait=60"
 
 
 def render(launch: Launch, form: LaunchFormat) -> str:
-    """Return the file; refuse a format that has no place for several nodes or for a folder."""
-    if form != "sbatch" and launch.is_split:
+    """Return the file; refuse a format that has no place for ranks of Slurm or for a folder."""
+    if form != "sbatch" and launch.by_srun:
         raise UsageError(
-            f"{launch.name} has {format_count(launch.num_nodes, 'node')}, or ranks that srun starts.",
+            f"{launch.name} has ranks that srun starts.",
             rule=f"--format {form} starts all ranks in one container.",
-            remedy="give --format sbatch; or one node: --set slurm.nodes=1 --set launch.start_with=torchrun",
+            remedy="give --format sbatch; or one node: --set slurm.nodes=1 --set launch.start_with=memfit",
         )
     return {"sbatch": _sbatch, "compose": _compose, "kubernetes": _kubernetes}[form](launch)
 
 
 def _sbatch(launch: Launch) -> str:
-    is_srun = launch.settings.start_with == "srun"
-    tasks, gpus = launch.num_ranks if is_srun else 1, launch.layout.gpus_per_node
+    tasks, gpus = launch.num_ranks if launch.by_srun else 1, launch.layout.gpus_per_node
+    words = shlex.join(launch.command)
+    start = words if launch.by_srun else f"sh -c {shlex.quote(f'exec {words}')}"
     options: dict[str, str | None] = {
         "job-name": launch.name,
         **launch.slurm,
@@ -59,32 +60,13 @@ def _sbatch(launch: Launch) -> str:
         *notes,
         *needed,
         *exports,
-        *_start(launch),
+        f"{_STEP} {start}",
         "code=$?",
         "# 75: it was stopped, and has saved. It goes on where it stood.",
         f'if {again}; then scontrol requeue "$SLURM_JOB_ID"; fi',
         'exit "$code"',
     ]
     return render_script(options, launch.slurm_extra, "\n".join(body))
-
-
-def _start(launch: Launch) -> list[str]:
-    """Return the lines that start the run on one node, or the ranks of each under memfit, or each as a task."""
-    words = shlex.join(launch.command)
-    if not launch.is_split:
-        return [f"{_STEP} sh -c {shlex.quote(f'exec {words}')}"]
-    if launch.settings.start_with == "srun":
-        return [f"{_STEP} {words}"]
-    # This script runs on the first node.
-    head = 'export RENDEZVOUS="$(hostname):$((20000 + SLURM_JOB_ID % 20000))"'
-    torchrun = (
-        f"torchrun --nproc-per-node={launch.num_ranks} --nnodes={launch.num_nodes} --rdzv-backend=c10d "
-        f'--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$RENDEZVOUS" --max-restarts=0 '
-        f"--no-python {words}"
-    )
-    # All nodes start again together, so memfit restarts none by itself.
-    flags = f"--retries 0 --grace {launch.grace_seconds:g} --name {launch.name}-$SLURM_JOB_ID-$SLURM_NODEID"
-    return [head, f"{_STEP} sh -c {shlex.quote(f'exec memfit run {flags} -- {torchrun}')}"]
 
 
 def _folders(launch: Launch) -> dict[str, bool]:

@@ -9,9 +9,9 @@ from pydantic import Field
 
 from memfit.amounts import Amount, Layout
 from memfit.config import ByteSize, Settings
-from memfit.errors import DoesNotFitError, UsageError
+from memfit.errors import DoesNotFitError
 from memfit.planning._ledger import Forecast
-from memfit.planning._machine import Count, Machine
+from memfit.planning._machine import Count
 from memfit.units import format_bytes
 
 LaunchFormat = Literal["sbatch", "compose", "kubernetes"]
@@ -25,7 +25,7 @@ _Image = Annotated[str, Field(pattern=r"^(\w[\w./:@-]*)?$")]
 class LaunchSettings(Settings):
     """What a config says of its start elsewhere, beside what ``memfit run`` reads; docs/launch.md has each key."""
 
-    start_with: Literal["torchrun", "srun"] = "torchrun"  # on one node memfit starts the ranks, but for ``srun``
+    start_with: Literal["memfit", "srun"] = "memfit"  # who starts the ranks: ``memfit run`` on one node, or Slurm
     cpus_per_rank: Count | None = None
     num_epochs: Count | None = None
     epoch_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
@@ -44,8 +44,7 @@ class Launch:
 
     name: str  # names the job, the service and its image
     settings: LaunchSettings  # the config's block ``launch``
-    command: tuple[str, ...]  # what starts the run on one node; of a job that is split, one rank
-    is_split: bool  # each node starts the ranks of its own, by torchrun or Slurm
+    command: tuple[str, ...]  # what starts the run on one node; with ``srun``, one rank
     layout: Layout  # nodes, ranks on each, CPUs of a rank, GPUs of a node
     forecast: Forecast  # the ledger that memory follows from, of the stage that takes most
     memory: Amount  # what a node or container needs
@@ -59,6 +58,11 @@ class Launch:
     env: dict[str, str] = field(default_factory=dict)  # variables of the training
     slurm: dict[str, str] = field(default_factory=dict)  # options of ``sbatch`` that say where it runs
     slurm_extra: tuple[str, ...] = ()  # further ones, as they were given
+
+    @property
+    def by_srun(self) -> bool:
+        """True if Slurm starts each rank as a task."""
+        return self.settings.start_with == "srun"
 
     @property
     def num_nodes(self) -> int:
@@ -75,8 +79,8 @@ class Launch:
         """The cores on each node."""
         return self.num_ranks * (self.layout.cpus_per_task or 1)
 
-    def check_node(self, limit: Amount, where: str, num_nodes: int = 0) -> None:
-        """Refuse more memory than one node has, of so many nodes (those of the job if 0)."""
+    def check_node(self, limit: Amount, where: str) -> None:
+        """Refuse more memory than one node has."""
         if not self.memory <= limit:
             found = replace(
                 self.forecast,
@@ -85,34 +89,13 @@ class Launch:
                 shm_limit=None,
                 slack_counts=True,
                 num_ranks=self.num_nodes * self.num_ranks,
-                num_nodes=num_nodes or self.num_nodes,
+                num_nodes=self.num_nodes,
                 uncounted=(),
             )
             raise DoesNotFitError(
                 f"{self.name} needs {self.memory}: {self.memory_why}.",
                 rule=f"{where} has {format_bytes(limit.bytes)}.",
                 remedy=found.change or "request less on top: --set memory.slack=0.05, or use nodes that have it",
-            )
-
-    def check_machine(self, machine: Machine, where: str) -> None:
-        """Refuse what a described machine lacks: nodes, tasks, GPUs, memory or /dev/shm."""
-        asked = {"nodes": self.num_nodes, "ranks of a node": self.num_ranks}
-        asked["GPUs of a node"] = self.layout.gpus_per_node or 0
-        has = (machine.nodes, machine.tasks_per_node, machine.gpus_per_task * machine.tasks_per_node)
-        if lacks := [
-            f"{name}: {asked[name]} of {most}" for name, most in zip(asked, has, strict=True) if asked[name] > most
-        ]:
-            raise UsageError(
-                f"{self.name} asks for more than {where} has: {', '.join(lacks)}.",
-                rule="each rank is one task of the machine.",
-                remedy="ask for less, or describe the machine that you mean: memfit budget --as-machine",
-            )
-        self.check_node(Amount(machine.node_memory, "node"), where, machine.nodes)
-        if machine.shm is not None and not self.shm <= Amount(machine.shm, "node"):
-            raise DoesNotFitError(
-                f"{self.name} needs {format_bytes(self.shm.bytes)} in /dev/shm of each node: {self.shm_why}.",
-                rule=f"{where} has {format_bytes(machine.shm)}.",
-                remedy="use fewer loader workers, a smaller prefetch_factor or batch, or a larger /dev/shm",
             )
 
     def figures(self) -> dict[str, Any]:
