@@ -14,7 +14,7 @@ from memfit import config
 from memfit.config import ByteSize, Settings
 from memfit.errors import ConfigError
 from memfit.integrations import NotifySettings, TrackSettings
-from memfit.jobs import OnFailure, SlurmOptions
+from memfit.jobs import ALLOCATOR_VARIABLES, OnFailure, SlurmOptions
 from memfit.memory import DEFAULT_SLACK
 from memfit.planning import LaunchSettings
 from memfit.units import MIB
@@ -45,7 +45,6 @@ def _allocator(text: str) -> str:
 
 
 _ALLOCATOR = "memory.cuda_allocator"
-_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _Name = Annotated[str, Field(min_length=1)]
 _Folder = Annotated[Path, BeforeValidator(_not_empty)]
 
@@ -175,7 +174,7 @@ def resolve_settings(
     env = os.environ if env is None else env
     found = config.resolve(RunConfig, file=file, values=values, env=env, overrides=overrides)
     asked = found.value.memory.cuda_allocator
-    name = next((name for name in _ALLOCATOR_VARIABLES if env.get(name)), None)
+    name = next((name for name in ALLOCATOR_VARIABLES if env.get(name)), None)
     if asked is None or name is None or env[name] == asked:
         return found
     own = (f"environment {name}, over {found.origins[_ALLOCATOR]} {asked}", f"{_ALLOCATOR}={json.dumps(env[name])}")

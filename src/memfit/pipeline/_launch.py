@@ -14,7 +14,7 @@ from typing import NamedTuple
 from memfit import config
 from memfit.amounts import Amount, Layout
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
-from memfit.jobs import SHIM
+from memfit.jobs import SHIM, start_env
 from memfit.masking import mask
 from memfit.memory import why_tight
 from memfit.pipeline._command import PLACEHOLDER, fill
@@ -28,7 +28,6 @@ from memfit.units import MIB, format_bytes, format_count, round_up_size
 
 _WATCHING = SHIM + Amount(96 * MIB, "node")  # what `memfit run` itself takes on each node
 _BOUNDLESS = 1 << 50  # more than any node has: a launch is planned for the machine that its config asks for
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 #: A stop leaves the longest save that was measured so many times, and this much at least.
 _SAVES, _LEAST_GRACE_SECONDS = 2, 10
 _SHELL = re.compile(r"[;&|<>$`\n]")
@@ -86,8 +85,8 @@ def plan_launch(
     grace, grace_why = _grace(settings, told)
     time, time_why = _time(settings, told)
     shm, shm_why, cpus = _shm_and_cpus(settings, planned)
-    allocator = settings.memory.cuda_allocator
-    env = {"OMP_NUM_THREADS": str(settings.threads_per_job)} | ({_ALLOCATOR: allocator} if allocator else {})
+    env = start_env(tight_malloc=False, cuda_allocator=settings.memory.cuda_allocator)
+    env |= {"OMP_NUM_THREADS": str(settings.threads_per_job)}
     launch = Launch(
         re.sub(r"[^a-z0-9]+", "-", settings.experiment.lower())[:52].strip("-") or "memfit",
         own,
