@@ -29,21 +29,19 @@ from memfit.rundir import CANARY_VARIABLE, OUTCOME, STATUS, EventWriter, JobStat
 
 #: Which end is told of all: a node that was short of memory ends the others.
 _FIRST = ("out_of_memory", "failed", "timeout", "node_fail", "preempted", "cancelled", "completed")
-_PORTS = range(20000, 40000)  # a port for torchrun's rendezvous, by the job's number
 
 
 def make_nodes(job_dir: Path, order: Mapping[str, Any], generation: int) -> Path:
     """Write the orders of the nodes' shims; return their folder, a new one for each generation of ranks."""
     folder = job_dir / (f"nodes_{order['attempt']}" + f"_{generation}" * bool(generation))
     (folder / "events").mkdir(parents=True, exist_ok=True)
-    number, num_nodes, ranks = int(os.environ["SLURM_JOB_ID"]), order["num_nodes"], order["ranks"]
-    port = free_port() if ranks > 1 else _PORTS[number % len(_PORTS)]
+    num_nodes, ranks = order["num_nodes"], order["ranks"]
     # torchrun takes these for its arguments. Source: torch.distributed.run, the action "env" of its parser.
     rendezvous = {
         "PET_NNODES": str(num_nodes),
         "PET_RDZV_BACKEND": "c10d",
-        "PET_RDZV_ID": str(number),
-        "PET_RDZV_ENDPOINT": f"{socket.gethostname()}:{port}",
+        "PET_RDZV_ID": os.environ["SLURM_JOB_ID"],
+        "PET_RDZV_ENDPOINT": f"{socket.gethostname()}:{free_port()}",
         "PET_MAX_RESTARTS": "0",
     } | ({"MEMFIT_GENERATION": str(generation)} if ranks > 1 else {})
     for index in range(num_nodes):
