@@ -162,6 +162,16 @@ class RunConfig(Settings):
     launch: LaunchSettings = LaunchSettings()
     warm: Literal["auto", "never"] = "auto"
 
+    @property
+    def most_at_once(self) -> int | None:
+        """The most jobs at once; None for as many as fit."""
+        return None if self.max_parallel == "auto" else self.max_parallel
+
+    def slurm_of(self, stage: str) -> SlurmOptions:
+        """Return what the jobs of a stage ask of Slurm: its own options over those of the run."""
+        own = self.stages[stage].slurm if stage in self.stages else None
+        return self.slurm.model_copy(update={name: getattr(own, name) for name in own.model_fields_set} if own else {})
+
 
 def resolve_settings(
     *,

@@ -23,7 +23,7 @@ from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._graph import PASSED, Graph
 from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, Source, order_of_config, with_threads
-from memfit.pipeline._places import most_at_once, read_budget
+from memfit.pipeline._places import read_budget
 from memfit.pipeline._probe import ask_of_loaders, ask_of_model
 from memfit.pipeline._results import MOST_RUNS, Unit, changed_settings, is_same_command, made_for
 from memfit.pipeline._run import earlier_runs, find_run
@@ -395,8 +395,8 @@ def _done(order: Order, stage: StageSpec, run: RunDir) -> Iterator[JobStatus]:
 
 def _rows(order: Order, budget: Budget, footprint: Footprint, seconds: float | None, num_jobs: int) -> list[AtOnce]:
     settings = order.settings
-    decided = decide(footprint, num_jobs, budget, most_at_once(settings), settings.memory.slack)
-    most, rows = min(num_jobs, most_at_once(settings) or num_jobs), []
+    decided = decide(footprint, num_jobs, budget, settings.most_at_once, settings.memory.slack)
+    most, rows = min(num_jobs, settings.most_at_once or num_jobs), []
     for number in sorted({*_FIRST_ROWS, decided.num_fitting, most}):
         if 1 <= number <= most:
             needed = number * decided.reservation_bytes
