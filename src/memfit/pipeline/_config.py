@@ -86,7 +86,6 @@ class StageSettings(Settings):
     gpu_memory: ByteSize | None = None  # the same on each of its GPUs
     num_gpus: Annotated[int, Field(ge=0)] | None = None  # how many GPUs one of its jobs needs
     resources: Resources | None = None  # how many ranks one of its jobs has
-    like: str | None = None  # the stage whose measured memory counts for this one too
     # a function, as ``module:function``, with which ``--plan`` counts the memory of loaders: it takes the params,
     # and returns the loader of the training and that of the validation (or None) of one rank
     loaders: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None

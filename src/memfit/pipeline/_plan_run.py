@@ -371,8 +371,7 @@ def _taken(order: Order, stage: StageSpec, runs: Sequence[RunDir], units: Sequen
 
 def changes_since(order: Order, stage: StageSpec, run: RunDir, job_id: str) -> str:
     """Return a remark on what of a stage's settings or command is not as it was for a job; empty if nothing."""
-    before = None if order.topology(stage.name).like else find_manifest(run.manifest_path(stage.name, job_id))
-    if before is None:
+    if (before := find_manifest(run.manifest_path(stage.name, job_id))) is None:
         return ""
     is_same = stage.command is None or is_same_command(before, stage)
     changes = [*changed_settings(before, stage)[:4], *["the command changed"][is_same:]]
@@ -381,14 +380,12 @@ def changes_since(order: Order, stage: StageSpec, run: RunDir, job_id: str) -> s
 
 
 def _done(order: Order, stage: StageSpec, run: RunDir) -> Iterator[JobStatus]:
-    """Yield the jobs of a stage, or of the one that it is like, that completed in a run of the same target."""
-    like = order.topology(stage.name).like
-    name = like or stage.name
-    for folder in sorted((run.path / "jobs").glob(f"{name}*")):
+    """Yield the jobs of a stage that completed in a run of the same target."""
+    for folder in sorted((run.path / "jobs").glob(f"{stage.name}*")):
         with suppress(DamagedError):
             status, job = read_status(run, folder.name), read_json(folder / "job.json") or {}
             target = (job.get("arguments") or {}).get("order", {}).get("target", "")
-            is_own = job.get("stage") == name and (like or target == order.settings.target)
+            is_own = (job.get("stage"), target) == (stage.name, order.settings.target)
             if status.state == "completed" and is_own:
                 yield status
 
