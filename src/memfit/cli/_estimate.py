@@ -168,7 +168,7 @@ def _check_source(config: Path | None, flags: Flags) -> None:
     check_one_given(
         {f"a config ({config})": config, f"--hf-config {flags.hf_config}": flags.hf_config},
         none="memfit estimate was given neither a config nor --hf-config",
-        rule="it takes a config, whose workload names its model, or a model's config.json.",
+        rule="it takes a config, whose workload names its step, or a model's config.json.",
         remedy="write memfit estimate config.yaml, or memfit estimate --hf-config config.json --batch 8",
     )
     useless = [one.name for one in fields(flags) if one.name not in _OF_CONFIGS] if config else ["set_"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -212,6 +212,8 @@ class Probe:
     """How ``estimate`` and ``run --plan`` look at a training stage without a run.
 
     Attributes:
+        loader: Takes the context, the params and a number of workers; returns the training batches of a unit.
+        step: Takes the context and the params; returns a function that takes one training step on a batch.
         model: Takes the params; returns the content of a model's config.json, and the `memfit.estimation.Setup` that it
             is trained with. It needs no data, so that a plan has its memory before anything has run.
         settings: The setting that stands for an option of ``memfit estimate``, for those that the model has:
@@ -220,6 +222,8 @@ class Probe:
             where it has one, else on the host. It needs no data. ``memfit tune`` refuses what is too large.
     """
 
+    loader: Callable[[Context, Any, int], Iterable[Any]] | None = None
+    step: Callable[[Context, Any], Callable[[Any], object]] | None = None
     model: Callable[[Any], tuple[Mapping[str, Any], Setup]] | None = None
     memory: Callable[[Any], int] | None = None
     settings: Mapping[str, str] = field(default_factory=dict)

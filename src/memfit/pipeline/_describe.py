@@ -17,7 +17,7 @@ from memfit.errors import ConfigError, UsageError, nearest
 from memfit.pipeline._code import code_of, code_of_command
 from memfit.pipeline._command import PLACEHOLDER
 from memfit.pipeline._config import RunConfig
-from memfit.pipeline._contract import Stage, load_workload
+from memfit.pipeline._contract import Probe, Stage, load_workload
 
 SEED = "@seed"
 _MOST_UNITS = 1_000_000
@@ -36,6 +36,7 @@ class StageSpec:
     holds: str | None = None
     in_order: bool = False
     phases: Sequence[str] = ()
+    has_probe: bool = False
     has_model: bool = False
     memory_bytes: int | None = None  # the least of one job, by its probe's arithmetic; None where nobody asked
     units: Sequence[Any] | None = None  # its units; None if it runs once, or if another stage has yet to list them
@@ -168,10 +169,11 @@ def in_order(
 def _spec(
     stage: Stage, names: Sequence[str], params: Mapping[str, Any], target: str, model: type[BaseModel] | None
 ) -> StageSpec:
+    probe = stage.probe or Probe()
     who, is_ordered = f"stage '{stage.name}'", stage.in_order
     is_ordered = setting_of(params, is_ordered, who) if isinstance(is_ordered, str) else is_ordered
     found = StageSpec(stage.name, stage.needs, stage.after, stage.each, stage.holds, bool(is_ordered), stage.phases)
-    found = replace(found, has_model=stage.probe is not None and stage.probe.model is not None)
+    found = replace(found, has_probe=probe.step is not None, has_model=probe.model is not None)
     if callable(stage.run):
         reads = [*params, SEED] if stage.reads is None else list(stage.reads)
         for name in reads:

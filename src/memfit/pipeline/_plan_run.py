@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from memfit import config
 from memfit.amounts import Amount, Layout
 from memfit.errors import DamagedError
 from memfit.files import read_json
-from memfit.jobs import JobStatus, read_status
+from memfit.jobs import JobStatus, call_in_child, read_status
 from memfit.masking import mask
 from memfit.memory import Budget, Footprint, why_tight
 from memfit.pipeline._command import ALL, Choice, fill
@@ -77,7 +78,7 @@ class StagePlan:
     saved_seconds: float  # how long it took to make the results that are kept or reused
     footprint: Footprint | None = None  # the memory of one job; None while it is not known
     origin: str = ""  # where that figure comes from
-    measure: Sequence[str] = ()  # commands that measure a job, and the loaders' setting
+    measure: Sequence[str] = ()  # commands that measure a job and estimate its GPU memory, and the loaders' setting
     rows: Sequence[AtOnce] = ()  # memory and time by the number of jobs at once
     advice: str = ""  # how many run at once, and how more of them would fit
     model: Mapping[str, Any] | None = None  # what ``memfit.planning.ask`` says of the model that it names
@@ -198,6 +199,8 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start
     if footprint is None or WITH_OTHER in origin:
         one = f" --until {name}" + " --units 1" * bool(stage.each or stage.units)
         measure.append(start + (f" -- {shlex.join(_command(left[0]))}" if order.kind == "commands" else one))
+    if stage.has_probe and order.gpus_of(stage)[1]:
+        measure.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
     model = _model(order, stage, budget) if stage.has_model else None
     forecast = _forecast(order, stage, node, taken, model)
     if forecast is not None and not forecast.uncounted:
@@ -208,7 +211,7 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start
             number = math.ceil(len(footprint.device_bytes) * tasks / (num_tasks * order.nodes_of(stage)))
             gpus = dict.fromkeys(map(str, range(number)), footprint.bytes_per_device)
             footprint = Footprint(host, mapped, gpus, method=footprint.method)
-    if footprint is None and forecast is None and (order.is_main(stage) or stage.has_model):
+    if footprint is None and forecast is None and (order.is_main(stage) or stage.has_model or stage.has_probe):
         measure.append(f"--set stages.{name}.loaders=module:function")
     is_whole = forecast is None or not forecast.uncounted
     rows = _rows(order, budget, footprint, seconds, len(left)) if footprint and left and is_whole else ()
@@ -310,8 +313,11 @@ def _why_tight(footprint: Footprint | None, rows: Sequence[AtOnce], model: Mappi
 
 def _model(order: Order, stage: StageSpec, budget: Budget) -> Mapping[str, Any]:
     """Return the estimate of a stage's model on this machine's GPU, or on any where there is none."""
+    own: dict[str, Any] = {"target": order.settings.target, "params": dict(order.params), "stage": stage.name}
+    own["allocator"] = order.settings.memory.cuda_allocator
+    asked = call_in_child("memfit.pipeline._probe:question_of", own, env=dict(os.environ) | dict(order.env))
     gpu, available, notes = find_this_gpu(budget)
-    answer = ask_of_model(order, stage, gpu=gpu, available_bytes=available, time_limit=_TRACE_SECONDS)
+    answer = ask_of_model(asked, gpu=gpu, available_bytes=available, time_limit=_TRACE_SECONDS)
     return answer | {"notes": [*answer["notes"], *notes]}
 
 

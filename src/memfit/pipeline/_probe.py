@@ -1,44 +1,60 @@
-"""Look at a workload in an interpreter of its own, outside of a run: ask for its model, count its loaders.
+"""Look at a workload in an interpreter of its own, outside of a run: trace its step, count its loaders.
 
-A plan makes the loaders that a stage names, and forecasts their memory, also with fewer workers.
+``memfit estimate`` traces the step on the first unit of the stage that names its loader and step (probe). A plan makes
+the loaders that a stage names, and forecasts their memory, also with fewer workers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import math
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from memfit import config
-from memfit.errors import UsageError
+from memfit.errors import MissingExtraError, UntraceableError, UsageError
 from memfit.estimation import TIME_LIMIT
 from memfit.jobs import JobStatus, call_in_child, load_target, thread_env
 from memfit.memory import Footprint
 from memfit.pipeline._command import Choice
 from memfit.pipeline._config import RunConfig
-from memfit.pipeline._contract import Context, load_workload
+from memfit.pipeline._contract import Context, Probe, load_workload
 from memfit.pipeline._describe import StageSpec, describe
 from memfit.pipeline._graph import Graph
-from memfit.pipeline._order import Order, Source, order_of_config, python_path
+from memfit.pipeline._order import Order, python_path
 from memfit.pipeline._run import stage_order
 from memfit.pipeline._source import UnitSource
 from memfit.pipeline._stage import make_context, only, run_stage
-from memfit.planning import Line, Question, ask, list_loader_lines
+from memfit.planning import Line, list_loader_lines
 from memfit.rundir import RunDir, batch_size_of, loader_settings
+from memfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from memfit.training import Longest
 
 _SECONDS = 120  # loaders are made and looked at so long at most; with fewer workers in the first half of that time
 #: Who runs the training, by what has been imported where the loaders are made.
 _LOOPS: dict[str, Literal["huggingface", "lightning"]] = {
     "lightning.pytorch": "lightning",
     "transformers.trainer": "huggingface",
+}
+#: Which batch of a loader is traced, by the finding of ``memfit.training.find_longest``.
+_WHICH = {
+    "known": "the longest batch, as its loader says it: {size}",
+    "lengths": "a batch of the longest samples: {size}",
+    "all": "the largest of all {number} batches: {size}",
+    "sampled": "the largest of the first {number} batches: {size}; a later one may be larger",
 }
 
 
@@ -91,37 +107,140 @@ def context_of(
         source.ended(JobStatus(job.job_id, "completed"))
 
 
-def estimate_workload(source: Source, *, overrides: Sequence[config.Override] = (), **how: Any) -> dict[str, Any]:
-    """Estimate the training step of the model that a config's workload names; ``how`` as in `ask_of_model`."""
-    order = order_of_config(source, overrides=overrides)
-    if (stage := next((one for one in order.stages if one.has_model), None)) is None:
-        raise UsageError(
-            f"no stage of '{order.settings.target}' names a model.",
-            rule="memfit estimates the model that a stage names, without data and weights.",
-            remedy="name it: Stage(..., probe=Probe(model=function)), docs/stages.md; estimate a model in Python with "
-            "memfit.estimate, docs/estimate.md; or measure it in a run",
-        )
-    return ask_of_model(order, stage, **how) | {"accept_tight": order.settings.accept_tight}
+def estimate_workload(
+    source: Path | str,
+    *,
+    gpu: str | None = None,
+    available_bytes: int | None = None,
+    allocator: str | None = None,
+    overrides: Sequence[config.Override] = (),
+    formula: bool = False,
+    time_limit: float = math.inf,
+) -> dict[str, Any]:
+    """Estimate the training step of a config's workload, on its first fold, in an interpreter of its own.
+
+    The answer is that of ``memfit.planning.ask``. Of a traced step it has no ``setup``, and ``data`` is the batch that
+    was traced and the panels beside it. A stage that names its model, and no step, is estimated from that model's
+    config.json, without any data.
+    """
+    how = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator, "time_limit": time_limit}
+    found = call_alone(f"{__name__}:estimate_in_child", source, {**how, "formula": formula}, overrides=overrides)
+    answer = ask_of_model(found, **how, formula=formula) if "question" in found else found
+    return answer | {"accept_tight": found["accept_tight"]}
 
 
-def ask_of_model(order: Order, stage: StageSpec, **how: Any) -> dict[str, Any]:
-    """Return the estimate of a stage's model; ``how`` are fields of `memfit.planning.Question`."""
-    own = {"target": order.settings.target, "params": dict(order.params), "stage": stage.name}
-    asked = call_in_child(f"{__name__}:question_of", own, env=dict(os.environ) | dict(order.env))
-    question = {**asked["question"], **how}
-    question["allocator"] = how.get("allocator") or order.settings.memory.cuda_allocator
-    question["time_limit"] = min(how.get("time_limit", math.inf), TIME_LIMIT)
-    return ask(Question.from_dict(question)) | {"data": {"text": asked["text"]}}
+def ask_of_model(asked: Mapping[str, Any], **how: Any) -> dict[str, Any]:
+    """Return the estimate of what `question_of` found; ``how`` are fields of `memfit.planning.Question`."""
+    from memfit.planning import Question, ask
+
+    question = {**asked["question"], **how, "allocator": how.get("allocator") or asked["question"]["allocator"]}
+    answer = ask(Question.from_dict(question | {"time_limit": min(how.get("time_limit", math.inf), TIME_LIMIT)}))
+    return answer | {"data": {"text": asked["text"]}}
 
 
-def question_of(target: str, params: Mapping[str, Any], stage: str) -> dict[str, Any]:
+def question_of(target: str, params: Mapping[str, Any], stage: str, allocator: str | None) -> dict[str, Any]:
     """Return the question about the model that a stage names, in JSON, and what it is about."""
+    from memfit.planning import Question
+
     workload = load_workload(target)
     probe = workload.stage(stage).probe
     assert probe is not None and probe.model is not None
     model, setup = probe.model(workload.params.model_validate(params))
     text = f"the model and the settings of stage {stage} of '{target}', at its longest lengths"
-    return {"question": Question(model, setup, settings=probe.settings).to_dict(), "text": text}
+    asked = Question(model, setup, allocator=allocator, settings=probe.settings)
+    return {"question": asked.to_dict(), "text": text}
+
+
+def _unnamed(target: str, stage: str, lacking: str) -> UsageError:
+    named = f"stage {stage} of '{target}' names no {lacking}"
+    return UsageError(
+        f"{named if stage else f'no stage of {target!r} says how it is measured'}.",
+        rule="memfit traces the step that a stage names, on a batch of its loader.",
+        remedy="write loader(context, params, num_workers), which returns a unit's training batches, and "
+        "step(context, params), which returns a function that takes one training step, and name both: "
+        "Stage(..., probe=Probe(loader, step)): docs/stages.md",
+    )
+
+
+def estimate_in_child(
+    target: str,
+    resolved: str,
+    gpu: str | None,
+    available_bytes: int | None,
+    allocator: str | None,
+    time_limit: float,
+    formula: bool,
+) -> dict[str, Any]:
+    """Trace the step on the longest batch that a run prepares; of a model alone return `question_of` it."""
+    from memfit.estimation import (
+        AllocatorSettings,
+        check_allocator,
+        estimate_step,
+        find_gpu,
+        limit_time,
+        sizes_of_batch,
+    )
+
+    whole = config.Resolved.from_json(RunConfig, resolved)
+    device, text = None if gpu is None else find_gpu(gpu), allocator or whole.value.memory.cuda_allocator
+    warned = [] if text is None else check_allocator(text, name="--allocator")
+    workload, accepts = load_workload(target), {"accept_tight": whole.value.accept_tight}
+    stage, probe = next(((one.name, one.probe) for one in workload.stages if one.probe), ("", Probe()))
+    if probe.model is not None and probe.step is None:
+        params = config.resolve_nested(whole, "params", workload.params).value.model_dump(mode="json")
+        return question_of(target, params, stage, whole.value.memory.cuda_allocator) | accepts
+    if formula:
+        raise UsageError(
+            f"--formula was given, and no stage of '{target}' names a model.",
+            rule="the formula reads a model's config.json; a step is traced.",
+            remedy="leave --formula out, or name the model: Stage(..., probe=Probe(model=function))",
+        )
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError.of("torch", "torch", "an estimate of a workload's step")
+    from memfit.training import find_longest
+
+    if device is not None and available_bytes is not None:
+        device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
+    if probe.loader is None or probe.step is None:
+        raise _unnamed(target, stage, "loader" if probe.loader is None else "step")
+    with tempfile.TemporaryDirectory(prefix="memfit-probe-") as folder:
+        context, params = context_of(target, whole, stage, Path(folder))
+        longest, make_step = find_longest(probe.loader(context, params, 0)), probe.step
+
+        def make_of(batch: Any) -> Callable[[], Any]:
+            return lambda: partial(make_step(context, params), batch)
+
+        settings = None if text is None else AllocatorSettings.parse(text)
+        try:
+            with limit_time(time_limit):
+                sizes = sizes_of_batch(longest.batch, make_of)
+                traced = estimate_step(make_of(longest.batch), gpu=device, allocator=settings, sizes=sizes)
+        except UntraceableError as error:
+            where = f", in {error.module}" if error.module else ""
+            raise UsageError(
+                f"the step of '{target}' cannot be traced: {error.what}{where}.",
+                rule="memfit runs it twice on fake tensors, which have shapes and no values.",
+                remedy="take values out of tensors of the batch alone (.item(), .numpy()), allow it more time with "
+                "--time-limit, or measure a run on the device",
+            ) from error
+        found = traced.to_dict() | dict.fromkeys(("setup", "largest_batch", "change", "smaller_model"))
+        return found | {"notes": [*found["notes"], *warned], "data": _describe_data(context, longest), **accepts}
+
+
+def _describe_data(context: Context, longest: Longest) -> dict[str, Any]:
+    size, outputs = format_bytes(longest.num_bytes), [one for found in context.needs.values() for one in found]
+    panels = [one.panel(out["name"]) for one in outputs for out in one.facts["outputs"] if out["kind"] == "panel"]
+    mapped, named = sum(panel.nbytes for panel in panels), [f"the output of {name}" for name in context.needs]
+    read = f"{', '.join(map(repr, panels) if panels else named) or 'no other stage'}, for {context.dir.name}"
+    beside = f"panel {format_bytes(mapped)}, mapped once for all jobs; a batch {size} for each that is ready"
+    return {
+        "batch_bytes": longest.num_bytes,
+        "is_longest": longest.how != "sampled",
+        "num_batches_seen": longest.num_seen,
+        "panel_bytes": mapped,
+        "text": f"{read}; {_WHICH[longest.how].format(number=longest.num_seen, size=size)}\n"
+        f"host, beside the device: {beside}",
+    }
 
 
 # Loaders

@@ -169,7 +169,8 @@ def view_estimate(answer: Mapping[str, Any]) -> Iterator[Part]:
     yield _verdict(answer)
     if answer["data"]:
         yield Note(answer["data"]["text"])
-    yield from _equation(answer)
+    if answer["setup"] is not None:  # a workload's step has none
+        yield from _equation(answer)
     versions = " and ".join(f"{name} {version}" for name, version in answer["versions"].items())
     yield Note(f"{_METHODS[answer['method']]} {versions}")
     figures = [(name.removesuffix("_bytes"), *_bounds(answer["device"][name]), text) for name, text in _METRICS.items()]
@@ -180,7 +181,7 @@ def view_estimate(answer: Mapping[str, Any]) -> Iterator[Part]:
     yield from ("", Table(("device", *_BOUNDS, ""), figures, ("device", "")))
     yield from ("", Table((peak, *_BOUNDS), largest, (peak,)))
     yield from ("", Table(("peak by phase", *_BOUNDS), phases, ("peak by phase",)))
-    if answer["gpu"] is not None and answer["verdict"] != "fits":
+    if answer["setup"] is not None and answer["gpu"] is not None and answer["verdict"] != "fits":
         yield from _explain_change(answer)
     if answer["verdict"] == "tight":
         yield Note("to accept that little: --accept-tight")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from memfit.errors import UsageError
 from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.rundir import phase
 from memfit_workloads import finance
-from memfit_workloads.finance.batches import scores_of
+from memfit_workloads.finance.batches import scores_of, step_of
 from memfit_workloads.finance.panels import fingerprint, hold_out, scale_of
 from memfit_workloads.forecaster.batches import DayBatch, DayBatches
 from memfit_workloads.forecaster.data import check, check_steps, largest_day, num_features, prepare
@@ -148,6 +148,20 @@ def check_effective(trainer: Trainer, params: ForecasterParams) -> None:
             )
 
 
+def loader(context: Context, params: ForecasterParams, num_workers: int) -> DayBatches:
+    """The batches that a fold trains on, made ahead by so many threads."""
+    return Fold(context, params).fitted(num_workers)
+
+
+def training_step(context: Context, params: ForecasterParams) -> Callable[[DayBatch], None]:
+    """One step of a fold's training on a batch, without what a trainer does around it."""
+    from memfit_workloads.forecaster.optim import make_optimizer
+
+    settings, model = params.train, _started_model(context, params, Fold(context, params))
+    optimizer = make_optimizer(settings.optimizer, model.parameters(), settings.learning_rate, settings.weight_decay)
+    return step_of(model, optimizer, _loss(params), settings.max_grad_norm)
+
+
 def least_memory(params: ForecasterParams) -> int:
     """The bytes that the training of a fold takes at least: torch, the network, and one forward and backward pass."""
     from memfit_workloads.forecaster.model import memory_bytes
@@ -263,7 +277,7 @@ FORECASTER = Workload(
             each="fold in prepare.folds",
             reads=_TRAINED,
             phases=("load", "train", "checkpoint", "validate"),
-            probe=Probe(memory=least_memory),
+            probe=Probe(loader, training_step, memory=least_memory),
         ),
         Stage("evaluate", evaluate, needs=("prepare", "fold"), reads=("data",)),
     ),

@@ -10,7 +10,7 @@ that the fold neither trained on nor overlapped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from memfit.data import Panel
-from memfit.pipeline import Context, Stage, Workload
+from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.rundir import phase
 from memfit_workloads import finance
+from memfit_workloads.finance.batches import step_of
 from memfit_workloads.finance.panels import fingerprint, hold_out, market, scale_of
-from memfit_workloads.ranker.batches import ListBatches
+from memfit_workloads.ranker.batches import ListBatch, ListBatches
 from memfit_workloads.ranker.data import check, check_judging, path_of_dates, prepare
 from memfit_workloads.ranker.params import RankerParams, TrainParams
 from memfit_workloads.ranker.scoring import fold_metrics, lists_to_score, score_table, validation_metrics
@@ -127,6 +128,20 @@ def score(panel: Panel, dates: npt.NDArray[np.int64], checkpoint: Path, params: 
     return score_table(model, panel, lists_to_score(panel, dates, params), params)
 
 
+def loader(context: Context, params: RankerParams, num_workers: int) -> ListBatches:
+    """The batches that a fold trains on, made ahead by so many threads."""
+    panel, train_dates, _ = finance.fold_of(context)
+    fit_dates, _ = hold_out(train_dates, params.train.valid_share, max(params.data.labels))
+    return ListBatches(panel, fit_dates, params, seed=context.seed, num_workers=num_workers)
+
+
+def training_step(context: Context, params: RankerParams) -> Callable[[ListBatch], None]:
+    """One step of a fold's training on a batch, without what a trainer does around it."""
+    panel, train_dates, _ = finance.fold_of(context)
+    model, optimizer = _model(context, panel, params, train_dates)
+    return step_of(model, optimizer, _loss(params), params.train.max_grad_norm)
+
+
 def _loss(params: RankerParams) -> RankerLoss:
     from memfit_workloads.ranker.loss import RankerLoss
 
@@ -179,6 +194,7 @@ RANKER = Workload(
             reads=("data", "splits", "model", "train", "@seed"),
             in_order="params.splits.warm_start",
             phases=("load", "train", "checkpoint", "validate"),
+            probe=Probe(loader, training_step),
         ),
         *finance.stages(score, market, reads=("data", "model", "train"), check=check_judging),
     ),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memfit.pipeline import Context, Stage, Workload, fingerprint_files
+from memfit.pipeline import Context, Probe, Stage, Workload, fingerprint_files
 from memfit_workloads.video import data, scores
 from memfit_workloads.video.params import VideoParams
 
@@ -38,6 +38,18 @@ def train_fold(context: Context, params: VideoParams) -> dict[str, Any]:
     from memfit_workloads.video import training
 
     return training.train_fold(context, params)
+
+
+def _loader(context: Context, params: VideoParams, num_workers: int) -> Any:
+    from memfit_workloads.video import training
+
+    return training.loader(context, params, num_workers)
+
+
+def _step(context: Context, params: VideoParams) -> Any:
+    from memfit_workloads.video import training
+
+    return training.training_step(context, params)
 
 
 def notebook(context: Context, params: VideoParams) -> dict[str, Any]:
@@ -90,6 +102,7 @@ VIDEO = Workload(
             reads=_FOLD_READS,
             each="fold in create_kfold_splits.folds",
             phases=("load", "train", "checkpoint", "validate"),
+            probe=Probe(_loader, _step),
         ),
         _stage("evaluate", scores.evaluate, "load_data", "fold", reads=("level", "@seed")),
         Stage("notebook", notebook, reads=(*_FOLD_READS, "data", "splits")),

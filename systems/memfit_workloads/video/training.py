@@ -24,6 +24,7 @@ from memfit.training import (
     StepOutcome,
     Trainer,
     clean_up,
+    find_device,
     load_checkpoint,
     save_checkpoint,
     seed_everything,
@@ -187,3 +188,22 @@ def clean_after_epochs(cleanup: CleanupParams) -> Callable[[EpochRecord], None]:
             clean_up()
 
     return after
+
+
+def loader(context: Context, params: VideoParams, num_workers: int) -> DataLoader[Any]:
+    return FoldData(context, params).train_batches(num_workers)
+
+
+def training_step(context: Context, params: VideoParams) -> Callable[[Any], None]:
+    """Return one step of a fold's training, without what a trainer does around it."""
+    device = find_device(params.train.device)
+    model = ClipNet(params.width).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=params.train.learning_rate)
+
+    def step(batch: Any) -> None:
+        total, weight = loss(model, [one.to(device) for one in batch])
+        optimizer.zero_grad()
+        torch.autograd.backward(total / weight)
+        optimizer.step()
+
+    return step
