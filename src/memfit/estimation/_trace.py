@@ -46,7 +46,6 @@ def trace(
     cuda: bool = True,
     real_data: bool = False,
     first_forward: float = 1.0,
-    balanced: Sequence[int] = (),
 ) -> Trace:
     """Record what training iterations do with device memory, run on fake CPU tensors.
 
@@ -54,8 +53,7 @@ def trace(
     in the first iteration and count in full in the second. ``cuda`` replaces operations by those of CUDA. With
     ``real_data`` the step's data are real: floating-point tensors become fake when an operation uses them; whole
     numbers and masks are computed, so that lengths, counts and places are this batch's. The first forward pass of a
-    training may take the share ``first_forward`` of the time that is left. The experts that a router picks first get
-    all tokens, the others one, unless ``balanced`` has the number of experts of each routing (`Trace.experts`)."""
+    training may take the share ``first_forward`` of the time that is left."""
     check_time()  # before a model is built
     log, notes = Log(), dict[str, None]()
     ops = CudaOps(architecture) if cuda else None
@@ -65,7 +63,7 @@ def trace(
         with fake_mode, _converting_fakes(), contextlib.ExitStack() as stack:
             if ops is not None:
                 stack.enter_context(ops)
-            recorder = stack.enter_context(Recorder(log, ops, notes, balanced))
+            recorder = stack.enter_context(Recorder(log, ops, notes))
             reals = _RealTensors(fake_mode, log)
             if real_data:
                 stack.enter_context(reals)
@@ -96,7 +94,6 @@ def trace(
                 ops.convolution_slack if ops else {},
                 program.load if program else None,
                 program.cast_slack if program else 0,
-                tuple(len(route.experts) for route in recorder.routes),
             )
     except (MemfitError, MemoryError, KeyboardInterrupt):
         raise
