@@ -7,7 +7,6 @@ those of a traced step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 from typing import Any
@@ -16,7 +15,7 @@ from memfit.errors import ConfigError, nearest
 from memfit.estimation._bounds import bound_load
 from memfit.estimation._estimate import Estimate, Metric, judge
 from memfit.estimation._events import Part, Phase
-from memfit.estimation._families import Anatomy, Attention, Kept, Linear, Stack, check_names, find_anatomy
+from memfit.estimation._families import Anatomy, Attention, Kept, Stack, check_names, find_anatomy
 from memfit.estimation._gpus import ANY_GPU, Gpu
 from memfit.estimation._interval import Interval
 from memfit.estimation._setup import Setup, find_lora_targets, list_assumptions
@@ -96,67 +95,50 @@ def _with_task(config: Mapping[str, Any]) -> Mapping[str, Any]:
 _Moment = dict[Part, Interval]
 
 
-@dataclass(frozen=True)
 class _Case:
     """One model in one setup; all bytes are those of one device."""
 
-    anatomy: Anatomy
-    setup: Setup
+    def __init__(self, anatomy: Anatomy, setup: Setup) -> None:
+        self.anatomy, self.setup = anatomy, setup
+        self.is_amp = setup.dtype.endswith("-amp")
+        self.compute = _SIZE[setup.dtype.removesuffix("-amp")]  # bytes of a number in matrix products
+        self.held = 4 if self.is_amp else self.compute  # of a weight, and of the hidden states
+        self.trained = 4 if setup.lora_rank else self.held  # adapters are fp32 (PEFT's autocast_adapter_dtype)
+        self.has_masters = self.trained == 2 and setup.master_weights
+        own_state = 4 if self.has_masters else self.trained
+        self.state = _SIZE[setup.state_dtype] if setup.state_dtype else own_state
+        self.share = 1 / setup.world_size if setup.is_sharded else 1.0
+        #: The matrix products of the blocks, and how many blocks have each.
+        self.linears = [(one, stack.num_blocks) for stack in anatomy.stacks for one in stack.block.linears]
+        self.targets = self._find_targets() if setup.lora_rank else ()
+        self.num_weights = sum(count * one.num_weights for one, count in self.linears)
+        self.num_beside = anatomy.num_parameters - sum(
+            one.num_blocks * one.block.num_parameters for one in anatomy.stacks
+        )
+        self.num_trained = anatomy.num_parameters  # numbers that have gradients, before these are shared out
+        largest = [rows * width for rows, width in anatomy.tables] + [one.num_weights for one, _ in self.linears]
+        num_adapters = 0
+        if rank := setup.lora_rank:
+            adapted = [(one, count) for one, count in self.linears if one.name in self.targets]
+            largest = [rank * max(one.inputs, one.outputs) for one, _ in adapted]
+            num_adapters = sum(count * rank * (one.inputs + one.outputs) * one.copies for one, count in adapted)
+            self.num_trained = num_adapters
+        self.num_largest = max(largest, default=0)
+        rest = (anatomy.num_parameters - self.num_weights) * self.held
+        in_blocks = ceil(self.num_weights * _QUANTISED.get(setup.quantization, self.held))
+        # Libraries may widen what is not quantised to fp32.
+        widened = rest * (setup.quantization != "none" and self.held == 2)
+        counted = in_blocks + rest + num_adapters * self.trained
+        self.whole = self._wide(Interval(counted, counted + widened))  # the weights before any sharing
+        self.weights = self._shared(self.whole)
+        one_gradient = self.num_largest * self.trained
+        self.gradients = self._wide(
+            Interval(one_gradient, 2 * one_gradient)
+            if setup.optimizer_in_backward
+            else self._shared(Interval(self.num_trained * self.trained))
+        )
 
-    # Dtypes and shares
-
-    @property
-    def is_amp(self) -> bool:
-        return self.setup.dtype.endswith("-amp")
-
-    @property
-    def compute(self) -> int:
-        """Bytes of a number in matrix products."""
-        return _SIZE[self.setup.dtype.removesuffix("-amp")]
-
-    @property
-    def held(self) -> int:
-        """Bytes of a number of a weight, its gradient and the hidden states."""
-        return 4 if self.is_amp else self.compute
-
-    @property
-    def has_masters(self) -> bool:
-        return self.trained == 2 and self.setup.master_weights
-
-    @property
-    def trained(self) -> int:
-        """Bytes of a number of what is trained: adapters are fp32 (PEFT's autocast_adapter_dtype)."""
-        return 4 if self.setup.lora_rank else self.held
-
-    @property
-    def state(self) -> int:
-        if self.setup.state_dtype:
-            return _SIZE[self.setup.state_dtype]
-        return 4 if self.has_masters else self.trained
-
-    def _shared(self, whole: Interval) -> Interval:
-        """One device's share of weights, gradients or optimizer states; rows may be padded."""
-        return whole.times(self.share, 1.02 * self.share) if self.setup.is_sharded else whole
-
-    @property
-    def share(self) -> float:
-        return 1 / self.setup.world_size if self.setup.is_sharded else 1.0
-
-    def _wide(self, counted: Interval) -> Interval:
-        """The count with room above it where the family's parameters are not known exactly."""
-        return counted.times(1, _ABOVE_COUNT[not self.anatomy.is_exact])
-
-    # Parameters
-
-    @property
-    def linears(self) -> list[tuple[Linear, int]]:
-        """The matrix products of the blocks, and how many blocks have each."""
-        return [(one, stack.num_blocks) for stack in self.anatomy.stacks for one in stack.block.linears]
-
-    @cached_property
-    def targets(self) -> tuple[str, ...]:
-        if not self.setup.lora_rank:
-            return ()
+    def _find_targets(self) -> tuple[str, ...]:
         names = sorted({linear.name for linear, _ in self.linears})
         wanted = self.setup.lora_targets or find_lora_targets(self.anatomy.family)
         if "all-linear" in wanted:
@@ -170,58 +152,19 @@ class _Case:
             )
         return tuple(name for hits in found.values() for name in hits)
 
-    @cached_property
-    def num_adapters(self) -> int:
-        adapted = [(one, count) for one, count in self.linears if one.name in self.targets]
-        return sum(count * self.setup.lora_rank * (one.inputs + one.outputs) * one.copies for one, count in adapted)
+    def _shared(self, whole: Interval) -> Interval:
+        """One device's share of weights, gradients or optimizer states; rows may be padded."""
+        return whole.times(self.share, 1.02 * self.share) if self.setup.is_sharded else whole
 
-    @property
-    def num_beside(self) -> int:
-        in_blocks = sum(stack.num_blocks * stack.block.num_parameters for stack in self.anatomy.stacks)
-        return self.anatomy.num_parameters - in_blocks
+    def _wide(self, counted: Interval) -> Interval:
+        """The count with room above it where the family's parameters are not known exactly."""
+        return counted.times(1, _ABOVE_COUNT[not self.anatomy.is_exact])
 
-    @property
-    def num_weights(self) -> int:
-        return sum(count * one.num_weights for one, count in self.linears)
-
-    @property
-    def num_trained(self) -> int:
-        """Numbers that have gradients, before gradients and states are shared out."""
-        return self.num_adapters if self.setup.lora_rank else self.anatomy.num_parameters
-
-    @property
-    def num_largest(self) -> int:
-        if rank := self.setup.lora_rank:
-            every = [rank * max(one.inputs, one.outputs) for one, _ in self.linears if one.name in self.targets]
-        else:
-            every = [rows * width for rows, width in self.anatomy.tables] + [one.num_weights for one, _ in self.linears]
-        return max(every, default=0)
-
-    @cached_property
-    def whole(self) -> Interval:
-        """The weights before any sharing; libraries may widen what is not quantised to fp32."""
-        in_blocks = self.num_weights
-        size = _QUANTISED.get(self.setup.quantization, self.held)
-        rest = (self.anatomy.num_parameters - in_blocks) * self.held
-        whole = Interval(ceil(in_blocks * size) + rest + self.num_adapters * self.trained)
-        return self._wide(whole + Interval(0, rest * (self.setup.quantization != "none" and self.held == 2)))
-
-    @property
-    def weights(self) -> Interval:
-        return self._shared(self.whole)
-
-    @property
-    def load(self) -> Interval | None:
+    def _load(self) -> Interval | None:
         largest = max((one.num_weights for one, _ in self.linears), default=0)
         largest *= self.held * (self.setup.quantization != "none")
         unit = max(self.num_beside, *(stack.block.num_parameters for stack in self.anatomy.stacks)) * self.held
         return bound_load(self.setup, self.whole, unit, largest)
-
-    @cached_property
-    def gradients(self) -> Interval:
-        if self.setup.optimizer_in_backward:
-            return self._wide(Interval(self.num_largest * self.trained, 2 * self.num_largest * self.trained))
-        return self._wide(self._shared(Interval(self.num_trained * self.trained)))
 
     @cached_property
     def optimizer(self) -> Interval:
@@ -431,7 +374,7 @@ class _Case:
         ahead = {"activations": kept, "workspaces": ANY_GPU.cublas_workspace_bytes, **run}
         forward = [self._moment(gathered, temporaries=one_of, **ahead) for one_of in (made, halved)]
 
-        weight = self.load
+        weight = self._load()
         load: dict[Phase, list[_Moment]] = {} if weight is None else {"load": [{"weights": weight}]}
         if setup.optimizer == "none":
             return load | {"build": [self.always], "forward": forward[:1]}
