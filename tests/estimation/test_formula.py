@@ -355,7 +355,6 @@ FIGURES = [
     (SMALL, {"world_size": 4, "strategy": "fsdp", "state_dtype": "fp32"}, [1425711616, 3886520129]),
     (SMALL, {"world_size": 2, "strategy": "fsdp", "optimizer": "adafactor"}, [1367327936, 3862046239]),
     (SMALL, {"lora_rank": 4, "lora_targets": ("all-linear",), "quantization": "nf4"}, [1470469120, 2835497001]),
-    (SMALL, {"lora_rank": 8, "quantization": "int8", **_SOME}, [1044598272, 2357083045]),
     (SMALL, {"optimizer": "adamw8bit", "optimizer_in_backward": True}, [1389655280, 2497430547]),
     ({**_GROUPED, "model_type": "qwen3_moe", "num_experts": 4}, {"load": "balanced", **_SOME}, [299353088, 1837940772]),
     ({**_GROUPED, "model_type": "gemma3_text"}, {"seq_len": 300, "clip_grad_norm": False}, [631269888, 2107709798]),

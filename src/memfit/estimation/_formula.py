@@ -18,25 +18,20 @@ from memfit.estimation._events import Part, Phase
 from memfit.estimation._families import Anatomy, Attention, Kept, Stack, check_names, find_anatomy
 from memfit.estimation._gpus import ANY_GPU, Gpu
 from memfit.estimation._interval import Interval
-from memfit.estimation._setup import Setup, find_lora_targets, list_assumptions
+from memfit.estimation._setup import NF4_BLOCK, STATE_BLOCK, Setup, find_lora_targets, list_assumptions
 
 #: The versions whose memory the formula counts.
 _RULES_OF = {"torch": "2.13", "transformers": "5"}
 _SIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-#: Bytes of a weight in 4 bits: blocks of 64 with an fp32 scale (bitsandbytes functional.py). In 8 bits: a row of a
-#: thousand or more shares one scale.
-_QUANTISED = {"nf4": 0.5 + 4 / 64, "int8": 1 + 4 / 1024}
-#: Bytes of both 8-bit moments, with an fp32 scale for each block of 256 (bitsandbytes optim/optimizer.py, torchao
-#: optim/subclass_8bit.py).
-_STATES_IN_8_BITS = 2 + 2 * 4 / 256
+#: Bytes of a weight in 4 bits, and of both moments in 8 bits, with their fp32 scales.
+_IN_4_BITS = 0.5 + 4 / NF4_BLOCK
+_STATES_IN_8_BITS = 2 + 2 * 4 / STATE_BLOCK
 #: How many moments as large as the weights each optimizer holds.
 _MOMENTS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0, "none": 0}
 #: Frequencies of rotary positions and similar: kilobytes.
 _BUFFERS = 1 << 20
-#: How far the truth may lie above the count: of a known family, of another one.
-_ABOVE_COUNT = (1.0, 2.0)  # of parameters
-_ABOVE_KEPT = (1.2, 2.0)
-_ABOVE_TEMPORARY = (2.0, 4.0)
+#: How far the truth may lie above the count of parameters, kept tensors and temporaries: of a known family or not.
+_ABOVE = {True: (1.0, 1.2, 2.0), False: (2.0, 2.0, 4.0)}
 
 
 def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None = None, reason: str = "") -> Estimate:
@@ -100,6 +95,7 @@ class _Case:
 
     def __init__(self, anatomy: Anatomy, setup: Setup) -> None:
         self.anatomy, self.setup = anatomy, setup
+        self.above_count, self.above_kept, self.above_temporary = _ABOVE[anatomy.is_exact]
         self.is_amp = setup.dtype.endswith("-amp")
         self.compute = _SIZE[setup.dtype.removesuffix("-amp")]  # bytes of a number in matrix products
         self.held = 4 if self.is_amp else self.compute  # of a weight, and of the hidden states
@@ -125,7 +121,7 @@ class _Case:
             self.num_trained = num_adapters
         self.num_largest = max(largest, default=0)
         rest = (anatomy.num_parameters - self.num_weights) * self.held
-        in_blocks = ceil(self.num_weights * _QUANTISED.get(setup.quantization, self.held))
+        in_blocks = ceil(self.num_weights * (self.held if setup.quantization == "none" else _IN_4_BITS))
         # Libraries may widen what is not quantised to fp32.
         widened = rest * (setup.quantization != "none" and self.held == 2)
         counted = in_blocks + rest + num_adapters * self.trained
@@ -158,7 +154,7 @@ class _Case:
 
     def _wide(self, counted: Interval) -> Interval:
         """The count with room above it where the family's parameters are not known exactly."""
-        return counted.times(1, _ABOVE_COUNT[not self.anatomy.is_exact])
+        return counted.times(1, self.above_count)
 
     def _load(self) -> Interval | None:
         largest = max((one.num_weights for one, _ in self.linears), default=0)
@@ -216,8 +212,6 @@ class _Case:
                 found = self.compute * (adapted if self.is_amp else min(adapted, 1)) * is_own
             else:  # each adapter casts the input to its fp32 anew
                 found = 4 * adapted
-            if self.setup.quantization == "int8" and is_own:  # MatMul8bitLt keeps its input
-                found += self.compute
             return found, found + 5 * adapted  # with dropout: a mask, and the result beside the input
         if kept.for_weight and self.setup.lora_rank:
             return 0, 0
@@ -262,7 +256,7 @@ class _Case:
         found = Interval(ceil(value), ceil(max(value, upper))) + Interval(ranks, 2 * ranks)
         for one in block.attentions:
             found += self._attention_kept(one, tokens, source if one.is_crossed else tokens)
-        return found.times(1, _ABOVE_KEPT[not self.anatomy.is_exact])
+        return found.times(1, self.above_kept)
 
     def _checkpoint(self, stack: Stack) -> Interval:
         whole, block = self.block_kept(stack), stack.block
@@ -291,7 +285,7 @@ class _Case:
             found = max(found, scores * (4 + self.compute))
         if self.setup.quantization != "none":  # one weight made whole again
             found += max(linear.inputs * linear.outputs for linear in block.linears) * self.compute
-        return Interval(found).times(1, _ABOVE_TEMPORARY[not self.anatomy.is_exact])
+        return Interval(found).times(1, self.above_temporary)
 
     # Logits and loss
 
@@ -330,9 +324,7 @@ class _Case:
     @cached_property
     def communication(self) -> tuple[Interval, Interval, Interval]:
         """Buffers that always live, those of the forward pass, and those of the backward pass and the update."""
-        if (
-            not self.setup.is_sharded
-        ):  # DDP's buckets are as large as all gradients (torch/csrc/distributed/c10d/reducer.cpp)
+        if not self.setup.is_sharded:  # DDP's buckets are as large as all gradients (c10d/reducer.cpp)
             buckets = self.num_trained * self.trained * (self.setup.strategy == "ddp")
             return Interval(buckets), Interval(), Interval()
         block, root = max(stack.block.num_parameters for stack in self.anatomy.stacks), self.num_beside

@@ -82,7 +82,7 @@ def trace(
                 watch.claim_all()
                 recorder.longest = max(recorder.longest, reals.longest)
                 reals.held.clear()
-            notes |= dict.fromkeys(program.notes if program else ()) | (ops.notes if ops else {})
+            notes |= dict.fromkeys(program.notes if program else ())
             if any(hasattr(one, "_orig_mod") or one._compiled_call_impl for _, one in watch.modules.values()):
                 notes[NOT_COMPILED] = None
             found = Trace(
