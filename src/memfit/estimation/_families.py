@@ -82,15 +82,6 @@ class ModelConfig:
         names = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "hidden_dim", "d_ff")
         return self.size(*names, default=4 * self.hidden)
 
-    @property
-    def labels(self) -> int:
-        names = self.get("id2label")
-        return len(names) if isinstance(names, Mapping) else self.size("num_labels", default=2)
-
-    @property
-    def task(self) -> str:
-        return str((self.get("architectures") or ["Model"])[0])
-
 
 def _shortened(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and value > _LARGEST:
@@ -392,7 +383,7 @@ def _encoder_block(config: ModelConfig) -> Block:
 
 def _encoder(config: ModelConfig, family: str) -> Anatomy:
     """BERT and RoBERTa, bare or with the head that ``architectures`` names."""
-    width, vocabulary, task = config.hidden, config.size("vocab_size"), config.task
+    width, vocabulary, task = config.hidden, config.size("vocab_size"), (config.get("architectures") or ["Model"])[0]
     positions, types = config.size("max_position_embeddings", default=512), config.size("type_vocab_size", default=2)
     tables = ((vocabulary, width), (positions, width), *(((types, width),) if types else ()))
     stacks = (Stack(_encoder_block(config), config.layers),)
@@ -404,7 +395,9 @@ def _encoder(config: ModelConfig, family: str) -> Anatomy:
             others += dense + 2 * width + 2
         return Anatomy(family, stacks, tables, head, True, others, upcasts_logits=False)
     is_classifier = task.endswith(("ForSequenceClassification", "ForTokenClassification"))
-    classifier = Linear("classifier", width, config.labels, has_bias=True) if is_classifier else None
+    names = config.get("id2label")
+    labels = len(names) if isinstance(names, Mapping) else config.size("num_labels", default=2)
+    classifier = Linear("classifier", width, labels, has_bias=True) if is_classifier else None
     others += 0 if task.endswith("ForTokenClassification") else dense  # the pooler, or the classifier's first layer
     return Anatomy(family, stacks, tables, classifier, False, others, has_token_logits=False)
 
