@@ -53,6 +53,8 @@ def test_adapters_go_beside_quantised_layers():
 def test_a_name_that_no_layer_has_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'q_proj'"):
         add_lora(make(), 4, ("q_prj",))
+    with pytest.raises(ConfigError, match="No linear layer of Linear"):  # a model that is one cannot be replaced
+        add_lora(nn.Linear(4, 4), 4, ("all-linear",))
 
 
 # In 4 bits: their bytes, and what they make and keep.

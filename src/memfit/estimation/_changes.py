@@ -17,11 +17,9 @@ _WORTH = 0.005
 _MOST_ADDED = 16
 _MOST_CHECKS = 5
 #: The options of ``memfit estimate`` for the fields of `Setup` that are set most; ``--train KEY=VALUE`` sets any field.
-_OPTIONS = {
-    **{
-        name: f"--{name.replace('_', '-')}"
-        for name in ("batch", "seq_len", "dtype", "optimizer", "world_size", "strategy")
-    },
+_OPTIONS = {name: f"--{name}" for name in ("batch", "dtype", "optimizer", "strategy")} | {
+    "seq_len": "--seq-len",
+    "world_size": "--world-size",
     "lora_rank": "--lora",
     "num_microbatches": "--microbatches",
 }

@@ -53,7 +53,9 @@ def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None
         (Interval(value=497759232, upper=497759232), 'step')
     """
     check_names(config)
-    case = _Case(find_anatomy(_with_task(config)), setup)
+    if (config.get("architectures") or ["Model"])[0].endswith("Model"):  # no class with a loss is named
+        config = {**config, "architectures": ["ForMaskedLM"]}
+    case = _Case(find_anatomy(config), setup)
     moments = case.moments()
     by_phase = {
         phase: Interval.highest(Interval.total(moment.values()) for moment in found) for phase, found in moments.items()
@@ -79,12 +81,6 @@ def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None
         (*((f"computed, not traced: {reason}",) if reason else ()), *case.notes(), *list_assumptions(setup)),
         _RULES_OF,
     )
-
-
-def _with_task(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Take a config without a class that has a loss for a language model."""
-    named = (config.get("architectures") or ["Model"])[0]
-    return {**config, "architectures": ["ForMaskedLM"]} if named.endswith("Model") else config
 
 
 _Moment = dict[Part, Interval]

@@ -106,7 +106,7 @@ class LoraLinear(nn.Module):
 def add_lora(model: nn.Module, rank: int, targets: Sequence[str], *, head: nn.Module | None = None) -> int:
     """Freeze a model but its classifier, put adapters beside linear layers (by last names), and return how many."""
     model.requires_grad_(False)
-    linears = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    linears = {name: module for name, module in model.named_modules() if name and _is_linear(module)}
     if "all-linear" in targets:
         chosen = [name for name, module in linears.items() if module is not head]
     else:
