@@ -25,11 +25,9 @@ from memfit.errors import MemfitError, UntraceableError
 from memfit.estimation._cuda_ops import CudaOps
 from memfit.estimation._events import Event, Trace
 from memfit.estimation._program import Program, find_tensors
-from memfit.estimation._recorder import Log, Recorder, part
+from memfit.estimation._recorder import Log, Recorder
 from memfit.estimation._setup import NOT_COMPILED
 from memfit.estimation._time_limit import check_time, time_left
-
-__all__ = ["part", "trace"]
 
 _aten = torch.ops.aten
 #: Operations such as ``arange`` run for real up to this many numbers.
@@ -56,14 +54,14 @@ def trace(
     training may take the share ``first_forward`` of the time that is left."""
     check_time()  # before a model is built
     log, notes = Log(), dict[str, None]()
-    ops = CudaOps(architecture) if cuda else None
+    ops = CudaOps(architecture)
     fake_mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
     watch, program = _Watch(log, cuda=cuda), None
     try:
         with fake_mode, _converting_fakes(), contextlib.ExitStack() as stack:
-            if ops is not None:
+            if cuda:
                 stack.enter_context(ops)
-            recorder = stack.enter_context(Recorder(log, ops, notes))
+            recorder = stack.enter_context(Recorder(log, ops if cuda else None, notes))
             reals = _RealTensors(fake_mode, log)
             if real_data:
                 stack.enter_context(reals)
@@ -91,7 +89,7 @@ def trace(
                 tuple(notes),
                 {number: block.stream for number, block in enumerate(log.blocks) if block.stream},
                 max((int(getattr(one, "slack_bytes", 0)) for one in watch.optimizers.values()), default=0),
-                ops.convolution_slack if ops else {},
+                ops.convolution_slack,
                 program.load if program else None,
                 program.cast_slack if program else 0,
             )
