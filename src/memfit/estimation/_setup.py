@@ -15,9 +15,12 @@ Optimizer = Literal[
 Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Strategy = Literal["none", "ddp", "fsdp"]
-Quantization = Literal["none", "nf4", "int8"]
+Quantization = Literal["none", "nf4"]
 Loading = Literal["any", "shards", "whole"]
 
+#: How many weights in 4 bits, and how many moments in 8 bits, share an fp32 scale: bitsandbytes 0.45, functional.py
+#: (double quantisation takes less) and optim/optimizer.py (2048 moments before 0.44: fewer bytes).
+NF4_BLOCK, STATE_BLOCK = 64, 256
 NOT_COMPILED = "torch.compile is left out: these figures are without it; most published compiled steps took less"
 #: What PEFT 0.17 adapts by default (utils/constants.py), by model type; others have q_proj and v_proj.
 _LORA_TARGETS: dict[str, tuple[str, ...]] = {
