@@ -108,10 +108,7 @@ class MemfitCallback(transformers.TrainerCallback):
         # transformers carries the gradients of a stream's last batches over to its next pass
         control.should_save |= self.session.due() is Due.STOP and not control.should_training_stop
         self._steer(args, state, control)
-        if not control.should_evaluate:
-            self._phase("checkpoint" if control.should_save else "train")
-        else:
-            self._phase("validate")
+        self._phase("validate" if control.should_evaluate else "checkpoint" if control.should_save else "train")
 
     def _steer(self, args: Any, state: Any, control: Any) -> None:
         """Let a canary save after a few steps and validate then, whatever the arguments say of the long run."""
@@ -195,11 +192,7 @@ def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool, recover: boo
         ("n_gpu", args.n_gpu > 1, "start a rank for each GPU: memfit run --nproc N"),
         ("auto_find_batch_size", args.auto_find_batch_size, "leave it off, and pass recover=True"),
         ("save_only_model", args.save_only_model, "leave it off: a resume needs the optimizer"),
-        (
-            "enable_jit_checkpoint",
-            getattr(args, "enable_jit_checkpoint", False),
-            "leave it off: memfit saves at a stop",
-        ),
+        ("enable_jit_checkpoint", args.enable_jit_checkpoint, "leave it off: memfit saves at a stop"),
         ("model_init", trainer.model_init is not None, "pass model=model_init()"),
         ("adalora", "AdaLoraConfig(" in str(getattr(trainer.model, "peft_config", "")), "take LoRA: no rank is pruned"),
         ("stoppable", hasattr(trainer, "memfit"), "call stoppable or exact once"),

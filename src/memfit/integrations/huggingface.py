@@ -14,6 +14,7 @@ from memfit.errors import MissingExtraError as _MissingExtraError
 try:
     import torch
     import transformers
+    from accelerate.utils import send_to_device
     from torch.utils.data import IterableDataset
     from transformers.trainer_utils import rotate_checkpoints
 except ModuleNotFoundError as error:
@@ -240,7 +241,7 @@ class _Adapted(_Trainer):  # type: ignore[misc]
 
         def loss(batch: Any) -> torch.Tensor:
             with self.compute_loss_context_manager():
-                found: torch.Tensor = self.compute_loss(model, self._prepare_inputs(batch))
+                found: torch.Tensor = self.compute_loss(model, send_to_device(batch, self.args.device))
             return found
 
         model.train()
