@@ -286,6 +286,14 @@ def test_a_checkpoint_that_the_model_cannot_load_is_named(tmp_path):
         bert.train(tmp_path, net=bert.model(max_position_embeddings=9))
 
 
+def test_a_checkpoint_that_lacks_a_weight_is_refused_at_its_resume(tmp_path):
+    net = bert.model()
+    net._keys_to_ignore_on_save = ["bert.embeddings.position_embeddings.weight"]
+    assert bert.child(tmp_path, net=net, at=4)[0] == 75
+    with pytest.raises(UsageError, match=r"other weights than the model: bert.*position_embeddings"):
+        bert.train(tmp_path)
+
+
 @pytest.mark.parametrize("place", ["the model", "a part", "in place"])
 def test_a_model_that_was_compiled_before_is_refused(tmp_path, place):
     net = bert.model()

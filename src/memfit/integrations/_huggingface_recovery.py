@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
 from accelerate.utils import send_to_device
 
 from memfit.errors import SampleTooLargeError, UsageError
@@ -78,14 +77,3 @@ class Recovery:
         else:
             labels = batch["labels"][..., 1:] if self.trainer._loss_shifts_labels else batch["labels"]
         return float(labels.ne(-100).sum())
-
-
-def not_recoverable(trainer: Any) -> list[tuple[str, bool, str]]:
-    args = trainer.args
-    is_stateful = type(trainer)._prepare_inputs is not transformers.Trainer._prepare_inputs
-    is_endless = args.gradient_accumulation_steps > 1 and not hasattr(trainer.train_dataset, "__len__")
-    return [
-        ("recover with an optimizer that steps in the backward pass", "lomo" in args.optim.lower(), "take another"),
-        ("recover with an own _prepare_inputs", is_stateful, "leave recover off: it may count its calls"),
-        ("recover over a stream with gradient_accumulation_steps", is_endless, "set it to 1"),
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -186,20 +185,18 @@ def monitors(trainer: Any, allow: Collection[str]) -> dict[str, str]:
 def refuse_means(module: LightningModule, followed: Mapping[str, str]) -> None:
     """Let the module's next steps refuse to log a plain mean that is followed."""
     own = module.log
-    signature = inspect.signature(own)
 
-    def log(*args: Any, **options: Any) -> None:
-        given = signature.bind(*args, **options).arguments
-        names = {given["name"], f"{given['name']}_epoch"} if given.get("on_epoch") else set()
-        if not isinstance(given["value"], Metric) and (found := names & followed.keys()):
+    def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+        found = {name, f"{name}_epoch"} & followed.keys() if options.get("on_epoch") else set()
+        if found and not isinstance(value, Metric):
             name = found.pop()
             raise UsageError(
                 f"{followed[name]} follows {name!r}, a plain mean of the steps of an epoch.",
                 rule="exact: Lightning saves no such mean, so it begins anew where an epoch is resumed in its midst.",
-                remedy=f"log a metric, such as torchmetrics.MeanMetric(), as {name!r}; or follow a figure of the "
-                f'validation; or pass allow=("monitor.{name}",)',
+                remedy="log a torchmetrics.MeanMetric() under that name, or follow a figure of the validation; or pass "
+                f'allow=("monitor.{name}",)',
             )
-        own(*args, **options)
+        own(name, value, *args, **options)
 
     vars(module)["log"] = log
 

@@ -1,10 +1,9 @@
 """Watch, stop and resume a training in Lightning, and make the resume exact: ``docs/frameworks/lightning.md``.
 
-Private names of Lightning that have no public way, here and in ``_lightning.py``:
-``_signal_connector`` (its handler of SIGTERM ends a training without a save), ``_data_connector`` and
-``_auto_add_worker_init_fn`` (what is done with a ``DataLoader``), ``_accelerator_connector`` (who started the ranks),
-``_on_before_batch_transfer`` (the hook may be the data module's), ``fit_loop._restarting`` (its setter does not take
-False where ``max_steps`` is set), what a strategy keeps that no checkpoint holds; of torchmetrics ``_update_count``.
+Private names that have no public way: ``_signal_connector`` (its handler of SIGTERM ends a training without a save),
+``_data_connector`` and ``_auto_add_worker_init_fn`` (what is done with a ``DataLoader``), ``_accelerator_connector``
+(who started the ranks), ``_on_before_batch_transfer`` (the hook may be the data module's), ``fit_loop._restarting``
+(its setter takes no False where ``max_steps`` is set), what a strategy keeps. Of torchmetrics, ``_update_count``.
 """
 
 from __future__ import annotations
