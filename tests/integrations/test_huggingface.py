@@ -73,7 +73,7 @@ def test_a_torn_checkpoint_is_passed_over_and_a_damaged_one_is_named(tmp_path):
     (tmp_path / "checkpoint-8" / "SEAL.json").rename(tmp_path / "checkpoint-8" / ".unsealed")
     (tmp_path / "checkpoint-6" / "optimizer.pt").write_bytes(b"cut")
     exact(trainer := bert.make(tmp_path))
-    with pytest.warns(CheckpointWarning, match=r"optimizer.pt differs from its hash. Taken instead: checkpoint-3"):
+    with pytest.warns(CheckpointWarning, match=r"optimizer.pt differs from its checksum. Taken instead: checkpoint-3"):
         trainer.train()
     assert bert.digest(trainer) == whole()
 

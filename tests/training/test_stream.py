@@ -542,6 +542,6 @@ def test_a_hidden_state_that_is_carried_is_refused_and_what_a_pass_keeps_is_not(
 def test_a_seal_of_a_later_version_is_refused_and_not_taken_for_damage(tmp_path):
     folder = SealedFolder(tmp_path)
     seal = write(folder, 1) / "SEAL.json"
-    seal.write_text(seal.read_text().replace('"memfit_seal": 3', '"memfit_seal": 4'))
+    seal.write_text(seal.read_text().replace('"memfit_seal": 4', '"memfit_seal": 5'))
     with pytest.raises(UsageError, match="another version"):
         folder.newest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from memfit.errors import ConfigError, UsageError, check_counts
 from memfit.units import format_count
@@ -93,6 +93,12 @@ class Setup:
     def __post_init__(self) -> None:
         """Refuse a setup that contradicts itself, in the options of ``memfit estimate``."""
         faults = (
+            (
+                self.quantization not in get_args(Quantization),
+                f"--train quantization={self.quantization}.",
+                "frozen weights are held as they are, or in 4 bits: nf4.",
+                "--train quantization=nf4, or leave it out",
+            ),
             (
                 self.optimizer_in_backward and self.num_microbatches > 1,
                 f"--train optimizer_in_backward=true with --microbatches {self.num_microbatches}.",
