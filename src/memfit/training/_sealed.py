@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import time
+import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from memfit.errors import DamagedError, MemfitError, UsageError
 from memfit.files import read_json, refresh, sync_folder, write_atomic
@@ -113,7 +116,7 @@ class SealedFolder:
     def _seal(self, step: int, facts: Mapping[str, Any]) -> None:
         path = self.folder_of(step)
         with self.writing():
-            files = _sum_all(path, sync=True)
+            files = _sum_all(path)
             text = json.dumps({"memfit_seal": FORMAT, "step": step, "facts": dict(facts), "files": files}, indent=1)
             with open(path / _MARK, "w") as file:
                 file.write(text)
@@ -223,9 +226,11 @@ def _read(path: Path, step: int) -> Sealed:
     for name in seal["files"]:
         if not (path / name).is_file():
             raise _damaged(path, f"{name} is missing")
-    for name, found in _sum_all(path, names=seal["files"]).items():
-        if found != seal["files"][name]:
-            raise _damaged(path, f"{name} differs from its checksum")
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda name: _sum(path / name, seal["files"][name]), seal["files"])
+        for name, sums in zip(seal["files"], found, strict=True):
+            if sums != seal["files"][name]:
+                raise _damaged(path, f"{name} differs from its checksum")
     return Sealed(path, step, seal["facts"])
 
 
@@ -237,18 +242,16 @@ def _damaged(path: Path, what: str) -> DamagedError:
     )
 
 
-def _sum_all(path: Path, names: Collection[str] | None = None, *, sync: bool = False) -> dict[str, list[int]]:
-    """Return size and CRC-32 of the files below a folder, by name; with ``sync`` also force them to disk meanwhile. A
-    CRC finds what a disk or a copy does by accident, three times as fast as a SHA-256."""
-    if names is None:
-        found = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file())
-        names = [name for name in found if name not in (_MARK, SEAL)]
+def _sum_all(path: Path) -> dict[str, list[int]]:
+    """Return the sums of the files below a folder by name, and force these to disk meanwhile."""
+    names = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file())
+    names = [name for name in names if name not in (_MARK, SEAL)]
     with ThreadPoolExecutor(_THREADS) as pool:
-        forced = [pool.submit(_force, path / name) for name in names if sync]
-        sums = {name: pool.submit(_sum, path / name) for name in names}
+        forced = [pool.submit(_force, path / name) for name in names]
+        found = {name: pool.submit(_sum, path / name) for name in names}
         for one in forced:
             one.result()
-        return {name: one.result() for name, one in sums.items()}
+        return {name: one.result() for name, one in found.items()}
 
 
 def _force(path: Path) -> None:
@@ -256,13 +259,31 @@ def _force(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _sum(path: Path) -> list[int]:
-    size, crc, buffer = 0, 0, memoryview(bytearray(_READ_BYTES))
+def _sum(path: Path, told: list[int] | None = None) -> list[int]:
+    """Return a file's size, a place in it, and the CRC-32 of all from there on: of a file of ``torch.save`` that is its
+    directory, which has the CRC-32 of each record. Beside those that are told, the records are compared as well."""
+    crc, buffer = 0, memoryview(bytearray(_READ_BYTES))
     with open(path, "rb", buffering=0) as file:
+        start = told[1] if told else _directory_of(file)
+        file.seek(start)
         while count := file.readinto(buffer):
-            size, crc = size + count, zlib.crc32(buffer[:count], crc)
-    return [size, crc]
+            crc = zlib.crc32(buffer[:count], crc)
+        found = [file.tell(), start, crc]
+        if start and found == told:
+            with suppress(zipfile.BadZipFile, ValueError, EOFError, RuntimeError), zipfile.ZipFile(file) as archive:
+                return found if archive.testzip() is None else []
+            return []
+    return found
+
+
+def _directory_of(file: Any) -> int:
+    """Return where the directory of a zip archive begins that is the whole file; 0 of any other file."""
+    if torch.serialization.get_crc32_options() and zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            if min((one.header_offset for one in archive.infolist()), default=1) == 0:
+                return archive.start_dir
+    return 0
 
 
 def _total(files: Mapping[str, list[int]]) -> int:
-    return sum(size for size, _ in files.values())
+    return sum(size for size, *_ in files.values())
