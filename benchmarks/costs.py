@@ -38,6 +38,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -377,31 +378,25 @@ def part_saves(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         keeper, numbers = SealedFolder(name), count(1)
 
-        def write(path: Path, *, forced: bool = False) -> None:
+        def turn(way: str) -> tuple[float, float]:
+            began, number = (time.process_time(), time.perf_counter()), next(numbers)
+            path = keeper.begin(number) / "parts.pt" if way == "sealed" else Path(name, "own.pt")
             torch.save(state, path)
-            with open(path, "rb") as file:
-                os.fsync(file.fileno()) if forced else None
-
-        def sealed() -> None:
-            number = next(numbers)
-            write(keeper.begin(number) / "parts.pt")
-            keeper.seal(number, {})
-            keeper.prune(2)
-
-        def seconds(action: Callable[[], None]) -> tuple[float, float]:
-            began = time.process_time(), time.perf_counter()
-            action()
+            if way == "sealed":
+                keeper.seal(number, {})
+                keeper.prune(2)
+            elif way == "forced":
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
             return time.process_time() - began[0], time.perf_counter() - began[1]
 
-        own = Path(name, "own.pt")
-        ways = {"sealed": sealed, "file": lambda: write(own), "forced": lambda: write(own, forced=True)}
-        turns = in_turns({way: lambda f=action: seconds(f) for way, action in ways.items()}, args.rounds or 9, warm=1)  # type: ignore[misc]
+        turns = in_turns({way: partial(turn, way) for way in ("sealed", "file", "forced")}, args.rounds or 9, warm=1)
     for what, peer, clock in (("CPU time", "file", 0), ("clock", "file", 1), ("clock", "forced", 1)):
-        took = [[turn[clock] for turn in turns[way]] for way in ("sealed", peer)]
+        took = [[one[clock] for one in turns[way]] for way in ("sealed", peer)]
         (middle, low, high), label = ratio(*took), f"{what} of the {peer}"
-        found[label] = {"ratio": middle, "low": low, "high": high}
         text = f"saves, {label}: {middle:.2f} ({low:.2f} to {high:.2f}) of {1e3 * statistics.median(took[1]):.0f} ms"
-        found[label]["ok"] = told(peer == "forced" or middle <= MOST_OF_SAVES, text)
+        is_met = told(peer == "forced" or middle <= MOST_OF_SAVES, text)
+        found[label] = {"ratio": middle, "low": low, "high": high, "ok": is_met}
     return found
 
 
