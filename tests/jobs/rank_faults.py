@@ -123,9 +123,9 @@ def launches() -> Iterator[Launch]:
     every = tuple(range(RANKS))
     groups = [*((rank,) for rank in every), (1, 3), every]
     steps = [(place, ranks) for place in (*PLACES[:5], "validation") for ranks in groups]
-    yield in_the_process([*steps, ("save", (0,))])
-    kinds = ("reduction", 0), ("load", 0), ("reduction", 2), ("load", 2), ("save", 2), ("rendezvous", 0)
-    each = [(place, OUT_OF_MEMORY, rank) for place, rank in (*kinds, ("reduction", 1), ("rendezvous", 2))]
+    yield in_the_process([*steps, ("save", (0,)), ("save", (2,))])
+    kinds = ("reduction", 0), ("load", 0), ("reduction", 2), ("load", 2), ("reduction", 1), ("rendezvous", 0)
+    each = [(place, OUT_OF_MEMORY, rank) for place, rank in (*kinds, ("reduction", 3), ("rendezvous", 2))]
     yield with_restarts("out of memory, restarts", each)
     for what in (ERROR, KILL, HANG):
         for rank in (0, 2):

@@ -181,10 +181,7 @@ def by_memfit(faults: Faults, num_epochs: int, loop: str) -> list[Any]:
     if loop == DDP:
         faults.before(torch, "load", "load")
         faults.before(dist, "all_reduce", "reduction")
-        if faults.rank == 0:
-            faults.before(torch, "save", "save", of=dict)  # of a checkpoint
-        else:
-            faults.before(dist, "all_gather_object", "save")
+        faults.before(torch, "save", "save", of=dict)  # of a checkpoint, or of the random state of a rank
     else:
         import torch.distributed.checkpoint as dcp
 

@@ -68,7 +68,7 @@ def check(found, num_restarts):
 def test_out_of_memory_is_survived_in_the_process_and_an_honest_step_of_seconds_is_not_ended(ends):
     places = ["forward", "loss", "backward", "trial", "update", "validation"]
     kinds = [(place, (number % 4,)) for number, place in enumerate(places)]
-    launch = rank_faults.in_the_process([*kinds, ("save", (0,)), ("update", (0, 1, 2, 3))])
+    launch = rank_faults.in_the_process([*kinds, ("save", (0,)), ("save", (2,)), ("update", (0, 1, 2, 3))])
     slow = rank_faults.Fault(len(launch.faults), "forward", SLOW, (3,), launch.faults[-1].at + 1, seconds=2.5)
     check(ends(replace(launch, faults=(*launch.faults, slow))), 0)
 
