@@ -34,7 +34,9 @@ _BY_EPOCH = re.compile("Sequential|Batch|Distributed|Seedable")
 
 
 class LoopParts:
-    """The parts of a training by name, each with ``state_dict`` and ``load_state_dict``; adapters make others."""
+    """The parts of a training by name, each with ``state_dict`` and ``load_state_dict``. An adapter overrides ``save``
+    and ``load`` where its framework writes, by its own files on each rank; ``placed``, ``skip``, ``enter_epoch``,
+    ``source`` where its loaders differ; ``look_ahead`` where it fetches ahead. It calls ``check`` itself."""
 
     #: The batches that are fetched before the one in hand is trained.
     look_ahead = 0

@@ -1,16 +1,21 @@
 """What every training does, whoever owns its loop: know where it is, keep that whole, and stop when a signal asks.
 
-| call | when |
-|---|---|
-| ``with session`` | around all of it: every error passes its end, which decides what the error means |
-| ``join(ranks)`` | before ``open``, on every rank |
-| ``open(choose)`` | before the framework looks for a checkpoint |
-| ``compare(**settings)`` | optimizers and schedules are made, and nothing is loaded over them |
-| ``begin()`` | all is loaded, and nothing is trained |
-| ``begin_step()`` | before the first draw of an optimizer step |
-| ``stepped(loss)`` | after it, by all ranks; ``meet()`` where a framework counts, and ``position`` was set |
-| ``due()`` | elsewhere between two steps: at an epoch's begin, after a validation or a save |
-| ``save(write)``, ``stop(where)`` | as it is due |
+| call | when, once in a training unless said | by |
+|---|---|---|
+| ``with session`` | around all of it: every error passes its end, which decides what the error means | each rank |
+| ``join(ranks)`` | before ``open`` | each rank |
+| ``open(choose)`` | before the framework looks for a checkpoint | all together |
+| ``compare(**settings)`` | optimizers and schedules are made, and nothing is loaded over them | each rank |
+| ``begin()`` | all is loaded, and nothing is trained | all together |
+| ``loader(loader)`` | for each loader, before it is iterated; ``compare_data`` then refuses other data | each rank |
+| ``restore_draws()`` | before the first draw of a resumed epoch; does nothing a second time | each rank |
+| ``begin_step()``, ``is_open = True`` | before the first draw of an optimizer step, and after its first batch | each rank |
+| ``position.batch``, ``.sample`` | count each batch, before the step that it ends | each rank |
+| ``stepped(loss)`` | after each step; ``meet()`` where a framework counts, and ``position`` was set | all together |
+| ``due()`` | elsewhere between two steps: at an epoch's begin, after a validation or a save | each rank |
+| ``settle(due, write)`` | as it is due; or ``save``, ``stop``. ``write`` is called on every rank, for one folder | all together |
+| ``end_epoch(numbers)`` | after each epoch's last step, before its save | each rank |
+| ``go_back()`` | to take the newest checkpoint again, where the data can begin anew | all together |
 """
 
 from __future__ import annotations
