@@ -9,11 +9,11 @@
 | ``begin()`` | all is loaded, and nothing is trained | all together |
 | ``loader(loader)`` | for each loader, before it is iterated; ``compare_data`` then refuses other data | each rank |
 | ``restore_draws()`` | before the first draw of a resumed epoch; does nothing a second time | each rank |
-| ``begin_step()``, ``is_open = True`` | before the first draw of an optimizer step, and after its first batch | each rank |
+| ``begin_step()``, ``is_open = True`` | before a step's first draw, and after its first batch | each rank |
 | ``position.batch``, ``.sample`` | count each batch, before the step that it ends | each rank |
 | ``stepped(loss)`` | after each step; ``meet()`` where a framework counts, and ``position`` was set | all together |
 | ``due()`` | elsewhere between two steps: at an epoch's begin, after a validation or a save | each rank |
-| ``settle(due, write)`` | as it is due; or ``save``, ``stop``. ``write`` is called on every rank, for one folder | all together |
+| ``settle(due, write)`` | as it is due, or ``save``, ``stop``; each rank writes into one folder | all together |
 | ``end_epoch(numbers)`` | after each epoch's last step, before its save | each rank |
 | ``go_back()`` | to take the newest checkpoint again, where the data can begin anew | all together |
 """
