@@ -62,10 +62,9 @@ class Feed:
         #: The samples of a batch that this rank loads; None where it loads those of all ranks.
         self.own_batch: int | None = None
         self._deal: Callable[[list[Any]], list[Any]] | None = None
-        self._iterator: Iterator[Any] | None = None
+        self._opened: Iterator[Any] = iter(())
         self._key = (0, 0)
         self._state: Mapping[str, Any] = {}
-        self._is_first = False
 
     def check(self) -> None:
         """Refuse batches that cannot be had a second time."""
@@ -129,8 +128,7 @@ class Feed:
             for generator in generators_of(self.batches):
                 generator.manual_seed(int(torch.randint(2**62, ())))
             self._key = (epoch, self._enter(epoch, skip))
-            self._iterator = self.workers.start()
-        self._is_first = True
+            self._opened = self.workers.open(f"epoch {epoch}")
         if self._key[1] == skip:
             return
         start = time.monotonic()
@@ -158,14 +156,10 @@ class Feed:
         return self
 
     def __next__(self) -> Any:
-        assert self._iterator is not None
         epoch, number = self._key
         self._key = (epoch, number + 1)
         with keyed_rng(self.seed, *self._key):
-            if self._is_first:
-                self._is_first = False
-                return self.workers.first(self._iterator, f"epoch {epoch}")
-            return next(self._iterator)
+            return next(self._opened)
 
     def take(self, num: int) -> tuple[list[Any], int]:
         """Return the next ``num`` batches, of several ranks the own part of them, and how many batches these are."""
@@ -185,13 +179,7 @@ class Feed:
 
     def close(self, *, persistent_too: bool = False) -> None:
         """End the epoch's worker processes; persistent ones only with ``persistent_too``."""
-        iterator, self._iterator = self._iterator, None
-        loader = self.workers.loader
-        if getattr(loader, "persistent_workers", False):
-            if not persistent_too:
-                return
-            iterator, loader._iterator = loader._iterator, None
-        self.workers.close(iterator)
+        self.workers.close(persistent_too=persistent_too)
 
 
 class NumberedFeed(Feed):
