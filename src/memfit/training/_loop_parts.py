@@ -6,13 +6,13 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from memfit.errors import UsageError
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
@@ -160,8 +160,8 @@ class LoopParts:
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return itertools.islice(iter(loader), count, None)
         if loader.batch_sampler is None:
-            return remade(loader, batch_size=None, sampler=_Rest(loader.sampler, count))
-        return remade(loader, batch_sampler=_Rest(loader.batch_sampler, count))
+            return remade(loader, batch_size=None, sampler=itertools.islice(loader.sampler, count, None))
+        return remade(loader, batch_sampler=itertools.islice(loader.batch_sampler, count, None))
 
     def skip_ordered(self, loader: Any, order: KeyedOrder, num_samples: int, count: int) -> Any:
         order.skip(num_samples)
@@ -219,16 +219,6 @@ def data_identity(loader: Any) -> dict[str, Any]:
         "drop_last": getattr(batches, "drop_last", None),
         "sampler": type(sampler).__name__,
     }
-
-
-class _Rest(Sampler[Any]):
-    """What is left of a sampler, once."""
-
-    def __init__(self, sampler: Iterable[Any], count: int) -> None:
-        self.sampler, self.count = sampler, count
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self.sampler), self.count, None)
 
 
 def _numbered(name: str, number: int) -> str:

@@ -24,8 +24,6 @@ class KeyedStream:
     """The random numbers of one training, for a loop that is not memfit's. Each rank draws its own numbers in the
     model; order, items and collation know no rank."""
 
-    version = STREAM
-
     def __init__(self, seed: int, rank: int = 0) -> None:
         self.seed, self.rank = seed, rank
 
@@ -70,7 +68,7 @@ def stream_identity(stream: KeyedStream | None) -> dict[str, Any]:
     """
     if stream is None:
         return {"seed": None, "stream": None, "num_threads": None}
-    return {"seed": stream.seed, "stream": stream.version, "num_threads": torch.get_num_threads()}
+    return {"seed": stream.seed, "stream": STREAM, "num_threads": torch.get_num_threads()}
 
 
 def order_of(loader: Any) -> KeyedOrder | None:
