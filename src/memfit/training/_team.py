@@ -84,8 +84,9 @@ class Team:
         own = local if isinstance(local, Failure) else None
         ranks.raise_failed(votes, None if own is None else step.error_of(own))
         assert isinstance(local, Local)
-        with or_leave("the step failed after the vote"):
-            self._sum.fit(votes)
+        if self.heals:  # else the passes have summed
+            with or_leave("the step failed after the vote"):
+                self._sum.fit(votes)
         return self._take_over(local, votes)
 
     def begin_part(self, *, is_last: bool) -> None:

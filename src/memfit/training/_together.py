@@ -65,12 +65,6 @@ class Together(Team):
             raise self._step.error_of(local)
         return local
 
-    def agree(self, local: Local | Failure) -> Local | None:
-        votes = self.ranks.vote(self._vote(local))
-        self.ranks.raise_failed(votes, local.error if isinstance(local, Failure) else None)
-        assert isinstance(local, Local)
-        return self._take_over(local, votes)
-
     def fail(self, error: BaseException) -> None:
         """Leave after a peer; else tell the peers, unless they may be in a pass of a validation and hear no vote."""
         if peers_lost(error):
