@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from memfit.errors import UsageError
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
 from memfit.training._identity import optimizer_identity
-from memfit.training._keyed import KeyedOrder
 from memfit.training._loaders import generators_of, remade, samplers_of
 from memfit.training._process import rng_state, set_rng_state
-from memfit.training._stream import order_of
+from memfit.training._stream import KeyedOrder, order_of
 
 #: Why a resume from an exported position is not exact.
 GOES_ON = "the stream goes on where its state_dict says; with a shuffle buffer, some samples come twice, some never"

@@ -6,7 +6,7 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
@@ -25,7 +25,7 @@ from memfit.training._ranks import first_line
 from memfit.training._snapshot import Snapshot, kept
 from memfit.training._split import WHOLE, Split, held_bytes
 from memfit.training._step import SafeStep
-from memfit.training._workers import FIRST_BATCH_SECONDS, watched
+from memfit.training._workers import FIRST_BATCH_SECONDS, Workers
 from memfit.units import format_bytes, format_count
 
 T = TypeVar("T")
@@ -280,9 +280,8 @@ def _longest_of_loader(loader: DataLoader[Any], seconds: float) -> Longest:
         batching = {"sampler": chosen, "batch_size": None} if is_single else {"batch_sampler": chosen}
     # It shares no iterator, worker or generator with the user's.
     own = {"num_workers": min(loader.num_workers, 1), "persistent_workers": False, "generator": torch.Generator()}
-    probe: Iterable[Any] = remade(loader, **batching, **own)
-    with watched(probe, seconds, "the preflight") as each:
-        return _largest(itertools.islice(each, _NUM_SAMPLED), how)
+    with closing(Workers(remade(loader, **batching, **own), seconds)) as workers:
+        return _largest(itertools.islice(workers.open("the preflight"), _NUM_SAMPLED), how)
 
 
 def _longest_indices(loader: DataLoader[Any], lengths: torch.Tensor) -> Any:

@@ -134,7 +134,10 @@ class Ranks:
         self.raise_failed(self.vote(self.ballot()))
         beat("end")  # until what comes next says so
 
-    def ballot(self, **fields: Any) -> Vote:
+    def ballot(self, error: BaseException | None = None, **fields: Any) -> Vote:
+        """Return this rank's vote; with an error it says that this rank ends."""
+        if error is not None:
+            fields |= {"status": STOPPED if isinstance(error, StoppedError) else FATAL, "text": first_line(error)}
         return Vote(self.rank, self.step, request=self.wants(), **fields)
 
     def gather(self, value: Any) -> list[Any]:
@@ -154,8 +157,7 @@ class Ranks:
                 box = [function()]
             except Exception as error:
                 own = error
-        text = "" if own is None else first_line(own)
-        self.raise_failed(self.vote(self.ballot(status=OK if own is None else FATAL, text=text)), own)
+        self.raise_failed(self.vote(self.ballot(own)), own)
         with or_leave("the word of rank 0 failed"):
             dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.side)
         return box[0]
@@ -163,9 +165,8 @@ class Ranks:
     def fail(self, error: BaseException) -> None:
         """Tell the peers in their next vote that this rank ends, unless they end as well."""
         if not self.is_over:
-            status = STOPPED if isinstance(error, StoppedError) else FATAL
             with suppress(Exception):
-                self._exchange(replace(self.ballot(status=status, text=first_line(error)), request=0))
+                self._exchange(replace(self.ballot(error), request=0))
 
     def sequence(self) -> int:
         """Return how many collectives the group began."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from memfit.training._records import MEASURED
 from memfit.training._setup import Evaluate, Plan, Setup
 from memfit.training._snapshot import Snapshot
 from memfit.training._step import SafeStep
-from memfit.training._workers import watched
+from memfit.training._workers import Workers
 
 T = TypeVar("T")
 
@@ -152,8 +153,8 @@ class Validation:
         rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         total = weight_total = 0.0
         last = CANARY_BATCHES * size if is_canary() else None
-        with watched(batches, self._setup.first_batch_seconds, "validation") as each:
-            for batch in itertools.islice(each, rank, last, size):
+        with closing(Workers(batches, self._setup.first_batch_seconds)) as workers:
+            for batch in itertools.islice(workers.open("validation"), rank, last, size):
                 self._check_stop()
                 if size > 1 or self._step.is_sharded:
                     beat("validate")

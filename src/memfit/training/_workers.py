@@ -19,8 +19,7 @@ import signal
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -199,16 +198,6 @@ def _start_worker(then: Callable[[int], None] | None, stacks: str, number: int) 
     faulthandler.enable()
     if then is not None:
         then(number)
-
-
-@contextmanager
-def watched(batches: Iterable[Any], seconds: float, phase: str) -> Iterator[Iterator[Any]]:
-    """Iterate over the batches inside; workers are watched until the first one is there, and ended at its end."""
-    workers = Workers(batches, seconds)
-    try:
-        yield workers.open(phase)
-    finally:
-        workers.close()
 
 
 def _remove(folder: str, pid: int) -> None:
