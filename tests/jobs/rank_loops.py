@@ -184,7 +184,7 @@ def by_memfit(faults: Faults, num_epochs: int, loop: str) -> list[Any]:
         if faults.rank == 0:
             faults.before(torch, "save", "save", of=dict)  # of a checkpoint
         else:
-            faults.before(dist, "all_gather_object", "save")
+            faults.before(dist, "broadcast_object_list", "save")
     else:
         import torch.distributed.checkpoint as dcp
 
