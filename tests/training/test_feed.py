@@ -342,7 +342,7 @@ def test_a_worker_that_is_busy_is_killed(monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.05)
     data = feed_of(DataLoader(Stuck(), 2, num_workers=1), 0)
     data.open(1)
-    (worker,) = data._iterator._workers
+    (worker,) = data.workers.iterator._workers
     next(data)
     data.close()
     assert not psutil.pid_exists(worker.pid)

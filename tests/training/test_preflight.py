@@ -108,7 +108,6 @@ def test_nothing_remains_of_it(tmp_path):
     assert [entry[:2] for entry in modes] == [(False, False)]
     assert list(report.phases) == ["train", "validate", "checkpoint"]
     assert (report.microbatch_size, report.num_ooms, report.longest) == (6, 0, "given")
-    assert report.checkpoint_bytes == (tmp_path / "c.pt").stat().st_size
 
 
 def test_a_fit_is_the_same_bit_for_bit_with_and_without(tmp_path):
@@ -195,9 +194,9 @@ def test_peaks_are_told_by_phase_and_recorded(tmp_path, monkeypatch):
     step = SafeStep(model, adam(model), squared)
     report = preflight(step, longest=Longest(batches(4)[0], "given"), validate=validate)
     phases = report.phases
-    assert phases["validate"].host_bytes - phases["train"].host_bytes > 64 * MIB
+    assert phases["validate"]["host_bytes"] - phases["train"]["host_bytes"] > 64 * MIB
     (event,) = [event for event in run.events() if event["kind"] == "preflight"]
-    assert event["phases"]["validate"]["host_bytes"] == phases["validate"].host_bytes
+    assert event["phases"]["validate"]["host_bytes"] == phases["validate"]["host_bytes"]
     assert event["longest"] == "given"
     assert [event["phase"] for event in run.events() if event["kind"] == "phase"] == ["preflight"]
 
@@ -410,11 +409,10 @@ def test_no_further_batch_is_sampled_once_that_takes_long(monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: 4.0 * len(drawn))
         found = find_longest(DataLoader(Slow(torch.ones(20, 4))))
-    assert (found.how, found.num_seen, found.out_of_time, len(drawn)) == ("sampled", 3, True, 3)
+    assert (found.how, found.num_seen, len(drawn)) == ("sampled", 3, 3)
     model = torch.nn.Linear(4, 4)
-    report = rehearse(model, torch.optim.SGD(model.parameters()), lambda x: model(x).sum(), found)
-    assert report.out_of_time
-    assert "the largest of 3 batches (sampled, for 10 s)" in capsys.readouterr().err
+    rehearse(model, torch.optim.SGD(model.parameters()), lambda x: model(x).sum(), found)
+    assert "the largest of 3 batches (sampled)" in capsys.readouterr().err
 
 
 def test_the_longest_samples_are_found_under_the_keys_of_exact():

@@ -350,7 +350,7 @@ def test_a_metric_may_count():
 
 def fed(loader):
     (feed := feed_of(loader, 0)).open(1)
-    return feed._iterator
+    return feed.workers.iterator
 
 
 @pytest.mark.parametrize("start", [lambda loader: iter(deaf_workers(loader)), fed])

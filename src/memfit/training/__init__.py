@@ -22,8 +22,8 @@ from memfit.training._checkpoint import save_checkpoint as save_checkpoint
 from memfit.training._compute import autocast as autocast
 from memfit.training._compute import find_device as find_device
 from memfit.training._compute import to_device as to_device
-from memfit.training._deal import DealtOrder as DealtOrder
 from memfit.training._ema import Ema as Ema
+from memfit.training._feed import DealtOrder as DealtOrder
 from memfit.training._feed import feed_of as feed_of
 from memfit.training._flight import write_flight_record as write_flight_record
 from memfit.training._guard import OptimizerGuard as OptimizerGuard
@@ -31,9 +31,6 @@ from memfit.training._identity import environment as environment
 from memfit.training._identity import refuse_changed as refuse_changed
 from memfit.training._journal import Journal as Journal
 from memfit.training._journal import Unheard as Unheard
-from memfit.training._keyed import KeyedDataset as KeyedDataset
-from memfit.training._keyed import KeyedSampler as KeyedSampler
-from memfit.training._keyed import keyed_rng as keyed_rng
 from memfit.training._leaks import LeakDetector as LeakDetector
 from memfit.training._loaders import remade as remade
 from memfit.training._loop import Loop as Loop
@@ -80,7 +77,10 @@ from memfit.training._stacks import likely_cause as likely_cause
 from memfit.training._stacks import register_stack_dump as register_stack_dump
 from memfit.training._stacks import stacks_of as stacks_of
 from memfit.training._step import SafeStep as SafeStep
+from memfit.training._stream import KeyedDataset as KeyedDataset
+from memfit.training._stream import KeyedSampler as KeyedSampler
 from memfit.training._stream import KeyedStream as KeyedStream
+from memfit.training._stream import keyed_rng as keyed_rng
 from memfit.training._stream import order_of as order_of
 from memfit.training._trainer import Trainer as Trainer
 from memfit.training._workers import deaf_workers as deaf_workers

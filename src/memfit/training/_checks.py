@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
@@ -52,11 +53,9 @@ def checked_arguments(call: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(call)
     def wrapped(*args: P.args, **settings: P.kwargs) -> T:
-        types = get_type_hints(call, include_extras=True)
-        try:
+        types, given = get_type_hints(call, include_extras=True), dict[str, Any]()
+        with suppress(TypeError):  # Python's own error names the function
             given = signature.bind(*args, **settings).arguments
-        except TypeError:
-            return call(*args, **settings)  # Python's own error names the function
         for name, value in given.items():
             if _CHECKED in get_args(types.get(name))[1:]:
                 _check(name, value, types[name])

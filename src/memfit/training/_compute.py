@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from memfit.errors import UsageError, nearest
+from memfit.training._checks import bad_setting
 from memfit.training._split import rebuild
 from memfit.units import format_count
 
@@ -34,11 +35,9 @@ def find_device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise UsageError(
-            f"device is {name!r}.",
-            rule="it is 'auto', 'cpu', 'cuda' or a GPU by its number, such as 'cuda:1'.",
-            remedy="pass device='auto', or leave device out to keep the model where it lies",
-        ) from error
+        rule = "it is 'auto', 'cpu', 'cuda' or a GPU by its number, such as 'cuda:1'"
+        remedy = "pass device='auto', or leave device out to keep the model where it lies"
+        raise bad_setting("device", name, rule, remedy) from error
     num_gpus = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise UsageError(
@@ -67,11 +66,8 @@ def autocast(model: torch.nn.Module, precision: Precision | None) -> AbstractCon
 def choose_precision(precision: Precision | None, device: torch.device) -> Precision:
     known = [*_DTYPES, "auto"]
     if precision is not None and precision not in known:
-        raise UsageError(
-            f"precision is {precision!r}.",
-            rule=f"it is one of {', '.join(known)}.",
-            remedy=nearest(str(precision), known),
-        )
+        rule = f"it is one of {', '.join(known)}"
+        raise bad_setting("precision", precision, rule, nearest(str(precision), known))
     if precision != "auto" or device.type != "cuda":
         return "float32" if precision in (None, "auto") else precision
     with torch.cuda.device(device):

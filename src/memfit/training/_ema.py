@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
+from memfit.training._checks import bad_setting
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -44,11 +45,7 @@ class Ema:
         self.num_updates = 0
         self._average: dict[str, torch.Tensor] = {}
         if not 0 <= decay < 1:
-            raise UsageError(
-                f"decay is {self.decay}.",
-                rule="the decay is at least 0 and below 1.",
-                remedy="pass for example Ema(0.999)",
-            )
+            raise bad_setting("decay", decay, "it is at least 0 and below 1", "pass for example Ema(0.999)")
 
     def prepare(self, model: torch.nn.Module) -> None:
         """Allocate the average of every trained parameter that has none; refuse an average of another model."""

@@ -1,6 +1,7 @@
 """Feed the batches of a fit, with a position: a resumed epoch goes on at its next batch.
 
-How it gets there depends on the data: ``docs/training.md`` has the table, and here is a class for each row.
+How it gets there depends on the data: ``docs/training.md`` has the table, and here is a class for each row. Of several
+ranks, each is dealt one contiguous part of each global batch.
 """
 
 from __future__ import annotations
@@ -12,18 +13,16 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, default_collate
 
 from memfit.errors import DataError, UsageError
 from memfit.rundir import record
-from memfit.training._deal import DealtOrder, own_part
-from memfit.training._keyed import keyed_rng
 from memfit.training._loaders import generators_of, parts_of, remade
 from memfit.training._probes import refuse_own_generators
 from memfit.training._process import preserved_rng
 from memfit.training._ranks import Ranks
 from memfit.training._split import Split
-from memfit.training._stream import KeyedStream, order_of, why_not_keyed
+from memfit.training._stream import KeyedStream, keyed_rng, order_of, why_not_keyed
 from memfit.training._workers import FIRST_BATCH_SECONDS, Workers, workers_in
 
 
@@ -38,6 +37,34 @@ class Batches(Protocol):
 def is_numbered(batches: Any) -> bool:
     """Return whether batches are had by number, so that none before is made."""
     return isinstance(batches, Sequence) or (hasattr(batches, "__getitem__") and hasattr(batches, "set_epoch"))
+
+
+def part_of(total: int, rank: int, size: int) -> tuple[int, int]:
+    """Return where the part of a rank begins and ends; parts differ by one unit at most.
+    >>> [part_of(10, rank, 4) for rank in range(4)], part_of(2, 3, 4)
+    ([(0, 3), (3, 6), (6, 8), (8, 10)], (2, 2))
+    """
+    least, more = divmod(total, size)
+    start = rank * least + min(rank, more)
+    return start, start + least + (rank < more)
+
+
+def own_part(batches: Sequence[Any], split: Split, rank: int, size: int) -> list[Any]:
+    """Return a rank's part of a global batch, which is made of ``batches`` one after the other.
+    >>> import torch
+    >>> from memfit.training import BySample
+    >>> [one.tolist() for one in own_part([torch.arange(4), torch.arange(4, 8)], BySample(), 1, 3)]
+    [[3], [4, 5]]
+    """
+    counts = [split.count(batch) for batch in batches]
+    start, stop = part_of(sum(counts), rank, size)
+    own, begins = [], 0
+    for batch, count in zip(batches, counts, strict=True):
+        first, last = max(start - begins, 0), min(stop - begins, count)
+        if first < last:
+            own.append(batch if last - first == count else split.take(batch, first, last))
+        begins += count
+    return own
 
 
 def feed_of(batches: Batches, seed: int, first_batch_seconds: float = FIRST_BATCH_SECONDS) -> Feed:
@@ -62,10 +89,9 @@ class Feed:
         #: The samples of a batch that this rank loads; None where it loads those of all ranks.
         self.own_batch: int | None = None
         self._deal: Callable[[list[Any]], list[Any]] | None = None
-        self._iterator: Iterator[Any] | None = None
+        self._opened: Iterator[Any] = iter(())
         self._key = (0, 0)
         self._state: Mapping[str, Any] = {}
-        self._is_first = False
 
     def check(self) -> None:
         """Refuse batches that cannot be had a second time."""
@@ -129,8 +155,7 @@ class Feed:
             for generator in generators_of(self.batches):
                 generator.manual_seed(int(torch.randint(2**62, ())))
             self._key = (epoch, self._enter(epoch, skip))
-            self._iterator = self.workers.start()
-        self._is_first = True
+            self._opened = self.workers.open(f"epoch {epoch}")
         if self._key[1] == skip:
             return
         start = time.monotonic()
@@ -158,14 +183,10 @@ class Feed:
         return self
 
     def __next__(self) -> Any:
-        assert self._iterator is not None
         epoch, number = self._key
         self._key = (epoch, number + 1)
         with keyed_rng(self.seed, *self._key):
-            if self._is_first:
-                self._is_first = False
-                return self.workers.first(self._iterator, f"epoch {epoch}")
-            return next(self._iterator)
+            return next(self._opened)
 
     def take(self, num: int) -> tuple[list[Any], int]:
         """Return the next ``num`` batches, of several ranks the own part of them, and how many batches these are."""
@@ -185,13 +206,7 @@ class Feed:
 
     def close(self, *, persistent_too: bool = False) -> None:
         """End the epoch's worker processes; persistent ones only with ``persistent_too``."""
-        iterator, self._iterator = self._iterator, None
-        loader = self.workers.loader
-        if getattr(loader, "persistent_workers", False):
-            if not persistent_too:
-                return
-            iterator, loader._iterator = loader._iterator, None
-        self.workers.close(iterator)
+        self.workers.close(persistent_too=persistent_too)
 
 
 class NumberedFeed(Feed):
@@ -219,6 +234,32 @@ class StatefulFeed(Feed):
 
     def state_dict(self) -> dict[str, Any]:
         return {"loader": self.loader.state_dict()}
+
+
+class DealtOrder(Sampler[list[Any]]):
+    """A rank's part of each ``num`` batches of a keyed loader, in lists as long as the loader's batches at most."""
+
+    def __init__(self, loader: DataLoader[Any], num: int, rank: int, size: int) -> None:
+        self.loader, self.num, self.rank, self.size = loader, num, rank, size
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        length = self.loader.batch_size or 1
+        keys = iter(self.loader.sampler)
+        while chunk := list(itertools.islice(keys, length * self.num)):
+            for start, stop in self.pieces(len(chunk)):
+                yield chunk[start:stop]
+
+    def pieces(self, num_samples: int) -> list[tuple[int, int]]:
+        length = self.loader.batch_size or 1
+        start, stop = part_of(
+            num_samples - (num_samples % length if self.loader.drop_last else 0), self.rank, self.size
+        )
+        return [(first, min(first + length, stop)) for first in range(start, stop, length)]
+
+    def pieces_at(self, number: int) -> list[tuple[int, int]]:
+        """Return the own parts of the global batch that begins at the loader's batch ``number``."""
+        length, num_samples = self.loader.batch_size or 1, len(self.loader.sampler)  # type: ignore[arg-type]
+        return self.pieces(min(length * self.num, num_samples - number * length))
 
 
 class KeyedFeed(Feed):

@@ -23,9 +23,8 @@ from memfit.errors import DataError, DoesNotFitError, HalfUpdatedError, UsageErr
 from memfit.rundir import CANARY_STEPS, canary_over, is_canary, loader_settings, record
 from memfit.training._beat import beat
 from memfit.training._checkpoint import CheckpointWarning, save_checkpoint, tensor_bytes
-from memfit.training._deal import own_part
 from memfit.training._ema import Ema
-from memfit.training._feed import feed_of
+from memfit.training._feed import feed_of, own_part
 from memfit.training._fit_parts import FitParts, Progress, tell_other_ranks
 from memfit.training._fsdp import shard_bytes
 from memfit.training._identity import check_environment, optimizer_identity

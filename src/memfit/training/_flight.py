@@ -47,17 +47,14 @@ def write_flight_record(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
     where: Mapping[str, Any],
-    folder: Path | None = None,
 ) -> Path | None:
-    """Write what is alive now as ``oom_<n>.json`` into the job's folder of the run, or into ``folder``. The largest
-    tensors are those that Python knows: what autograd saved for itself is the difference to a device's
-    ``allocated_bytes``. It never raises, and returns None if nothing was written."""
+    """Write what is alive now as ``oom_<n>.json`` into the job's folder of the run. The largest tensors are those that
+    Python knows: what autograd saved for itself is the difference to a device's ``allocated_bytes``. It never raises,
+    and returns None if nothing was written."""
     try:
-        current = current_run()
-        if folder is None and current is not None:
-            folder = current[0].job_dir(current[1])
-        if folder is None:
+        if (current := current_run()) is None:
             return None
+        folder = current[0].job_dir(current[1])
         taken = [int(found[1]) for path in folder.iterdir() if (found := _RECORD_NAME.fullmatch(path.name))]
         number = max(taken, default=0) + 1
         if number > MAX_RECORDS:
@@ -74,7 +71,7 @@ def write_flight_record(
             "host": _or_reason(_host),
             "tensors": _or_reason(lambda: _largest_tensors(_owners(model, optimizer))),
             "limits": _or_reason(lambda: Budget.read().to_dict()["limits"]),
-            "events": _or_reason(lambda: _last_events(current[0].events_dir) if current is not None else []),
+            "events": _or_reason(lambda: _last_events(current[0].events_dir)),
         }
         path = folder / f"oom_{number}.json"
         write_json(path, content, durable=False)

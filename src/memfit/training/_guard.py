@@ -128,8 +128,7 @@ def _sizes_on(
     if not all(isinstance(value, _PLAIN) for name, value in vars(optimizer).items() if name not in _base_names()):
         return [], [guess]  # its step can reach more than its groups and its state
     try:
-        shadow = _shadow(optimizer, params, foreach=foreach)
-        return _peak_of(shadow, new_state=True), _peak_of(shadow)
+        return _measure(_shadow(optimizer, params, foreach=foreach))
     except Exception:
         return [], [guess]
 
@@ -173,17 +172,17 @@ def _meta(state: Any) -> Any:
     return torch.utils._pytree.tree_map(copy, state)
 
 
-def _peak_of(shadow: Any, *, new_state: bool = False) -> list[int]:
-    """Return the sizes of what a step of a shadow had allocated at its peak, or of the state it made, in bytes."""
+def _measure(shadow: Any) -> tuple[list[int], list[int]]:
+    """Return the sizes of the state that a shadow's first step makes, and of what the next allocates at its peak."""
     before = _tensors(list(shadow.state.values()))
     step = inspect.unwrap(type(shadow).step)
-    with torch.no_grad(), preserved_rng(), _LiveBytes() as live:
+    with torch.no_grad(), preserved_rng():
         step(shadow)
-    if not new_state:
-        return live.peak  # type: ignore[no-any-return]
-    known = set(map(id, before))
-    made = [tensor for tensor in _tensors(list(shadow.state.values())) if id(tensor) not in known]
-    return [int(tensor.nbytes) for tensor in made if tensor.is_meta]
+        known = set(map(id, before))
+        made = [tensor for tensor in _tensors(list(shadow.state.values())) if id(tensor) not in known]
+        with _LiveBytes() as live:
+            step(shadow)
+    return [int(tensor.nbytes) for tensor in made if tensor.is_meta], live.peak
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -192,25 +191,17 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak: list[int] = []
-        self._live: dict[int, int] = {}
-        self._total = self._most = 0
+        self._live = weakref.WeakValueDictionary[int, Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs)) if tensor.is_meta}
         result = func(*args, **(kwargs or {}))
-        for tensor in filter(lambda tensor: tensor.is_meta, _tensors(result)):
-            storage: Any = tensor.untyped_storage()
-            if storage._cdata in given or storage._cdata in self._live:
-                continue
-            self._live[storage._cdata] = storage.nbytes()
-            self._total += storage.nbytes()
-            weakref.finalize(storage, self._gone, storage._cdata)
-        if self._total > self._most:
-            self._most, self.peak = self._total, list(self._live.values())
+        made = [tensor.untyped_storage() for tensor in _tensors(result) if tensor.is_meta]
+        self._live.update({one._cdata: one for one in made if one._cdata not in given})
+        sizes = [one.nbytes() for one in self._live.values()]
+        if sum(sizes) > sum(self.peak):
+            self.peak = sizes
         return result
-
-    def _gone(self, key: int) -> None:
-        self._total -= self._live.pop(key, 0)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -138,17 +138,12 @@ def _growth_since(earlier: _Census) -> list[str]:
 
 def _name_of(one: Any) -> str:
     """Return ``module.name`` or ``Class.attribute`` where one refers to an object, else ``of a local variable``."""
-    modules = {id(vars(module)): name for name, module in sys.modules.items() if type(module) is ModuleType}
-    for holder in gc.get_referrers(one):
-        space = holder if type(holder) is dict else _attributes(holder)
-        name = next((name for name, value in (space or {}).items() if value is one), None)
-        if name is None:
-            continue
-        if id(holder) in modules:
-            return f"{modules[id(holder)]}.{name}"
-        owners = [other for other in gc.get_referrers(holder) if _attributes(other) is holder]
-        if type(holder) is not dict or owners:
-            return f"{type(owners[0] if owners else holder).__qualname__}.{name}"
+    holders = gc.get_referrers(one)
+    holders += [owner for holder in holders if type(holder) is dict for owner in gc.get_referrers(holder)]
+    for owner in holders:
+        kind = owner if issubclass(type(owner), type | ModuleType) else type(owner)
+        if name := next((name for name, value in _attributes(owner).items() if value is one), ""):
+            return f"{kind.__name__}.{name}"
     return "of a local variable"
 
 
@@ -156,4 +151,4 @@ def _attributes(one: Any) -> Any:
     try:
         return object.__getattribute__(one, "__dict__")
     except AttributeError:
-        return None
+        return {}

@@ -19,13 +19,12 @@ import torch
 from memfit.errors import StoppedError, UsageError
 from memfit.rundir import CANARY_STEPS, canary_over, is_canary, loader_settings
 from memfit.training._feed import is_numbered
-from memfit.training._keyed import keyed_rng
 from memfit.training._loop_parts import LoopParts, length_of
 from memfit.training._preflight import rehearse, say_verdict
 from memfit.training._sealed import SealedFolder
 from memfit.training._session import Course, Due, Session
 from memfit.training._split import samples_in
-from memfit.training._stream import KeyedStream, order_of
+from memfit.training._stream import KeyedStream, keyed_rng, order_of
 
 
 class Loop:

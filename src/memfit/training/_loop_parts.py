@@ -6,21 +6,20 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from memfit.errors import UsageError
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
 from memfit.training._identity import optimizer_identity
-from memfit.training._keyed import KeyedOrder
 from memfit.training._loaders import generators_of, remade, samplers_of
 from memfit.training._process import rng_state, set_rng_state
-from memfit.training._stream import order_of
+from memfit.training._stream import KeyedOrder, order_of
 
 #: Why a resume from an exported position is not exact.
 GOES_ON = "the stream goes on where its state_dict says; with a shuffle buffer, some samples come twice, some never"
@@ -162,8 +161,8 @@ class LoopParts:
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return itertools.islice(iter(loader), count, None)
         if loader.batch_sampler is None:
-            return remade(loader, batch_size=None, sampler=_Rest(loader.sampler, count))
-        return remade(loader, batch_sampler=_Rest(loader.batch_sampler, count))
+            return remade(loader, batch_size=None, sampler=itertools.islice(loader.sampler, count, None))
+        return remade(loader, batch_sampler=itertools.islice(loader.batch_sampler, count, None))
 
     def skip_ordered(self, loader: Any, order: KeyedOrder, num_samples: int, count: int) -> Any:
         order.skip(num_samples)
@@ -221,16 +220,6 @@ def data_identity(loader: Any) -> dict[str, Any]:
         "drop_last": getattr(batches, "drop_last", None),
         "sampler": type(sampler).__name__,
     }
-
-
-class _Rest(Sampler[Any]):
-    """What is left of a sampler, once."""
-
-    def __init__(self, sampler: Iterable[Any], count: int) -> None:
-        self.sampler, self.count = sampler, count
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self.sampler), self.count, None)
 
 
 def _numbered(name: str, number: int) -> str:

@@ -6,9 +6,8 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from memfit.errors import DoesNotFitError, SampleTooLargeError, UsageError
-from memfit.memory import Meter, PhasePeak, measure
+from memfit.memory import Meter, measure
 from memfit.rundir import is_canary, phase, record
 from memfit.training._feed import is_numbered
 from memfit.training._loaders import preserved_generators, remade
@@ -26,7 +25,7 @@ from memfit.training._ranks import first_line
 from memfit.training._snapshot import Snapshot, kept
 from memfit.training._split import WHOLE, Split, held_bytes
 from memfit.training._step import SafeStep
-from memfit.training._workers import FIRST_BATCH_SECONDS, watched
+from memfit.training._workers import FIRST_BATCH_SECONDS, Workers
 from memfit.units import format_bytes, format_count
 
 T = TypeVar("T")
@@ -47,12 +46,11 @@ _REMEDIES = {
 class Longest:
     """The batch that takes most memory, and how it was found: ``given`` by the user; ``known`` by the batches' own
     ``longest()``; by the dataset's ``lengths``; the largest of ``all`` batches of a list, or of the ``num_seen``
-    ``sampled``, fewer than planned if drawing them went ``out_of_time``."""
+    ``sampled``."""
 
     batch: Any
     how: Literal["given", "known", "lengths", "all", "sampled"]
     num_seen: int = 1
-    out_of_time: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -60,28 +58,16 @@ class Longest:
 
 
 @dataclass(frozen=True)
-class PhaseMemory:
-    """The peaks of one phase of the preflight: non-reclaimable host memory of this process and its loader workers; by
-    device, what tensors took (allocated) and torch's allocator held for them (reserved)."""
-
-    host_bytes: int
-    allocated_bytes: Mapping[str, int]
-    reserved_bytes: Mapping[str, int]
-    seconds: float
-
-
-@dataclass(frozen=True)
 class PreflightReport:
-    """What a preflight found in its phases, as far as they were tried. ``microbatch_size`` is what the longest batch is
-    split into, after ``num_oom`` failures."""
+    """What a preflight found in its phases, as far as they were tried: their ``seconds``, and the peaks of
+    ``host_bytes`` (non-reclaimable, with loader workers) and ``devices``. ``microbatch_size`` is what the longest batch
+    is split into, after ``num_ooms`` failures."""
 
-    phases: Mapping[str, PhaseMemory]
+    phases: Mapping[str, dict[str, Any]]
     longest: str
     num_seen: int
-    out_of_time: bool
     microbatch_size: int
     num_ooms: int
-    checkpoint_bytes: int | None
 
 
 def preflight(
@@ -89,7 +75,7 @@ def preflight(
     *,
     longest: Longest,
     validate: Callable[[], object] | None = None,
-    save: Callable[[], Path | None] | None = None,
+    save: Callable[[], object] | None = None,
     num_batches: int = 1,
 ) -> PreflightReport:
     """Try the longest batch, the optimizer's first step, validation and a checkpoint before the training begins.
@@ -102,7 +88,7 @@ def preflight(
         step: The step of the training.
         longest: The batch that takes most; see ``find_longest``.
         validate: Validates the longest batch of validation, or all of it; called in evaluation mode without gradients.
-        save: Writes a checkpoint, of the state as it was before the preflight, and returns its path.
+        save: Writes a checkpoint, of the state as it was before the preflight.
         num_batches: How many batches make one optimizer step; more than one are tried as two.
 
     Raises:
@@ -120,7 +106,6 @@ def preflight(
     phase("preflight")
     model = step.model
     devices: dict[str, dict[str, dict[str, int]]] = {}
-    path: Path | None = None
 
     def train() -> int:
         model.train()
@@ -140,14 +125,16 @@ def preflight(
                     with torch.no_grad():
                         _take("validate", validate, meter, devices)
             if save is not None:
-                path = _take("checkpoint", save, meter, devices)
+                _take("checkpoint", save, meter, devices)
     finally:
         step.optimizer.zero_grad()
         model.zero_grad()
-    phases = {name: _memory_of(meter.footprint.phases[name], sizes) for name, sizes in devices.items()}
-    size = None if path is None else sum(one.stat().st_size for one in (path, *path.rglob("*")) if one.is_file())
-    seen = (longest.how, longest.num_seen, longest.out_of_time)
-    report = PreflightReport(phases, *seen, microbatch_size, num_ooms, size)
+    hosts = {name: meter.footprint.phases[name] for name in devices}
+    phases = {
+        name: {"host_bytes": host.private_bytes, "devices": devices[name], "seconds": host.seconds}
+        for name, host in hosts.items()
+    }
+    report = PreflightReport(phases, longest.how, longest.num_seen, microbatch_size, num_ooms)
     record("preflight", **asdict(report))
     return report
 
@@ -187,10 +174,9 @@ def rehearse(
         say_verdict(f"{text}; allow=('rehearsal',) leaves this out")
         return None
     found = report.phases["train"]
-    sizes = [f"{format_bytes(found.host_bytes)} of host memory"]
-    sizes += [f"{format_bytes(size)} on {device}" for device, size in found.reserved_bytes.items()]
-    how = report.longest + f", for {_SAMPLE_SECONDS:g} s" * report.out_of_time
-    seen = f"{format_count(report.num_seen, 'batch')} ({how})"
+    sizes = [f"{format_bytes(found['host_bytes'])} of host memory"]
+    sizes += [f"{format_bytes(one['reserved_peak_bytes'])} on {device}" for device, one in found["devices"].items()]
+    seen = f"{format_count(report.num_seen, 'batch')} ({report.longest})"
     say_verdict(f"fits: the largest of {seen} and the optimizer take {', '.join(sizes)}")
     return report
 
@@ -206,13 +192,6 @@ def _can_be_read_ahead(batches: Any) -> bool:
     if callable(getattr(batches, "longest", None)) or is_numbered(batches):
         return True
     return isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset)
-
-
-def _memory_of(host: PhasePeak, sizes: Mapping[str, Mapping[str, int]]) -> PhaseMemory:
-    allocated, reserved = (
-        {device: one[f"{kind}_peak_bytes"] for device, one in sizes.items()} for kind in ("allocated", "reserved")
-    )
-    return PhaseMemory(host.private_bytes, allocated, reserved, host.seconds)
 
 
 @contextmanager
@@ -301,9 +280,8 @@ def _longest_of_loader(loader: DataLoader[Any], seconds: float) -> Longest:
         batching = {"sampler": chosen, "batch_size": None} if is_single else {"batch_sampler": chosen}
     # It shares no iterator, worker or generator with the user's.
     own = {"num_workers": min(loader.num_workers, 1), "persistent_workers": False, "generator": torch.Generator()}
-    probe: Iterable[Any] = remade(loader, **batching, **own)
-    with watched(probe, seconds, "the preflight") as each:
-        return _largest(itertools.islice(each, _NUM_SAMPLED), how)
+    with closing(Workers(remade(loader, **batching, **own), seconds)) as workers:
+        return _largest(itertools.islice(workers.open("the preflight"), _NUM_SAMPLED), how)
 
 
 def _longest_indices(loader: DataLoader[Any], lengths: torch.Tensor) -> Any:
@@ -321,14 +299,13 @@ def _longest_indices(loader: DataLoader[Any], lengths: torch.Tensor) -> Any:
 
 def _largest(batches: Iterable[Any], how: Literal["lengths", "all", "sampled"], *, shared: bool = False) -> Longest:
     """Return the largest batch by its bytes; a copy of one that the user holds, which a loss may change in place."""
-    best, best_size, num_seen, began, out_of_time = None, -1, 0, time.monotonic(), False
+    best, best_size, num_seen, began = None, -1, 0, time.monotonic()
     for batch in batches:
         num_seen += 1
         size = held_bytes(batch)
         if size > best_size:
             best, best_size = batch, size
-        out_of_time = how == "sampled" and num_seen < _NUM_SAMPLED and time.monotonic() - began > _SAMPLE_SECONDS
-        if out_of_time:
+        if how == "sampled" and time.monotonic() - began > _SAMPLE_SECONDS:
             break
     if num_seen == 0:
         raise UsageError(
@@ -336,4 +313,4 @@ def _largest(batches: Iterable[Any], how: Literal["lengths", "all", "sampled"], 
             rule="an epoch has at least one batch.",
             remedy="check how the training data were filtered",
         )
-    return Longest(copy.deepcopy(best) if shared else best, how, num_seen, out_of_time)
+    return Longest(copy.deepcopy(best) if shared else best, how, num_seen)

@@ -7,12 +7,11 @@ fail alone any more: it leaves with exit code 79, and the group begins again fro
 from __future__ import annotations
 
 import functools
-import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import Any
 
@@ -28,7 +27,6 @@ OK, FATAL, STOPPED = range(3)
 #: What a rank may ask for in a vote, beside a stop by the number of a signal.
 SAVE = -1
 
-_NUMBERS = struct.Struct("<15q2d256s")
 _TEXT_BYTES = 256
 _LARGE_BYTES, _BUCKET_BYTES = 1 << 20, 4 << 20
 _IN_FLIGHT = 2
@@ -58,19 +56,20 @@ class Vote:
     used: bytes = b""
 
     def pack(self, num_bytes: int) -> bytes:
-        text = self.text.encode()[:_TEXT_BYTES]
-        numbers = (self.step, self.status, self.is_half, self.request, self.num_batches, self.num_skipped)
-        more = (self.num_left, *self.sizes, self.cost, self.num_retries, self.has_new_buffers)
-        packed = _NUMBERS.pack(*map(int, (*numbers, *more)), self.loss_sum, self.weight, text)
-        return packed + self.used.ljust(num_bytes, b"\0")
+        values = vars(self) | {"text": self.text.encode()[:_TEXT_BYTES]}
+        packed = np.array(tuple(values[name] for name in _PACKED.names or ()), _PACKED)
+        return packed.tobytes() + self.used.ljust(num_bytes, b"\0")
 
     @classmethod
     def unpack(cls, rank: int, data: bytes) -> Vote:
-        step, status, half, request, batches, skipped, left, *rest = _NUMBERS.unpack_from(data)
-        *sizes, cost, retries, buffers, loss_sum, weight, text = rest
-        said = text.rstrip(b"\0").decode(errors="ignore")
-        counts = (batches, skipped, left, tuple(sizes), cost, retries, bool(buffers), loss_sum, weight, said)
-        return cls(rank, step, status, bool(half), request, *counts, data[_NUMBERS.size :])
+        values = dict(zip(_PACKED.names or (), np.frombuffer(data, _PACKED, 1).item(), strict=True))
+        sizes, text = tuple(values.pop("sizes").tolist()), values.pop("text").decode(errors="ignore")
+        return cls(rank, sizes=sizes, text=text, used=data[_PACKED.itemsize :], **values)
+
+
+_KINDS = {"int": "i8", "bool": "?", "float": "f8", "str": f"S{_TEXT_BYTES}", "tuple[int, ...]": "5i8"}
+#: A vote as bytes, as long on each rank; behind it are the bits of ``used``.
+_PACKED = np.dtype([(one.name, _KINDS[str(one.type)]) for one in fields(Vote) if one.name not in ("rank", "used")])
 
 
 class Ranks:
@@ -135,7 +134,10 @@ class Ranks:
         self.raise_failed(self.vote(self.ballot()))
         beat("end")  # until what comes next says so
 
-    def ballot(self, **fields: Any) -> Vote:
+    def ballot(self, error: BaseException | None = None, **fields: Any) -> Vote:
+        """Return this rank's vote; with an error it says that this rank ends."""
+        if error is not None:
+            fields |= {"status": STOPPED if isinstance(error, StoppedError) else FATAL, "text": first_line(error)}
         return Vote(self.rank, self.step, request=self.wants(), **fields)
 
     def gather(self, value: Any) -> list[Any]:
@@ -155,8 +157,7 @@ class Ranks:
                 box = [function()]
             except Exception as error:
                 own = error
-        text = "" if own is None else first_line(own)
-        self.raise_failed(self.vote(self.ballot(status=OK if own is None else FATAL, text=text)), own)
+        self.raise_failed(self.vote(self.ballot(own)), own)
         with or_leave("the word of rank 0 failed"):
             dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.side)
         return box[0]
@@ -164,9 +165,8 @@ class Ranks:
     def fail(self, error: BaseException) -> None:
         """Tell the peers in their next vote that this rank ends, unless they end as well."""
         if not self.is_over:
-            status = STOPPED if isinstance(error, StoppedError) else FATAL
             with suppress(Exception):
-                self._exchange(replace(self.ballot(status=status, text=first_line(error)), request=0))
+                self._exchange(replace(self.ballot(error), request=0))
 
     def sequence(self) -> int:
         """Return how many collectives the group began."""
@@ -203,14 +203,8 @@ class Ranks:
             part.load_state_dict(torch.utils._pytree.tree_unflatten(leaves, structure))
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give all ranks the values of rank 0, in one broadcast for each device and dtype."""
-        source = dist.get_global_rank(self.group, 0)
-        for one in _alike(tensors):
-            alike = [tensors[index] for index in one]
-            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            dist.broadcast(flat, src=source, group=self.group)
-            for tensor, part in zip(alike, torch.split(flat, [tensor.numel() for tensor in alike]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+        """Give all ranks the values of rank 0, as DistributedDataParallel does."""
+        dist._broadcast_coalesced(self.group, list(tensors), _BUCKET_BYTES, 0)  # type: ignore[attr-defined]
 
     def _exchange(self, mine: Vote) -> list[Vote]:
         data = torch.frombuffer(bytearray(mine.pack(self._num_bytes)), dtype=torch.uint8)
@@ -351,30 +345,20 @@ def _side_group(group: Any) -> Any:
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
 
 
-def _alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    found: dict[Any, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        found.setdefault((tensor.device, tensor.dtype), []).append(index)
-    return list(found.values())
-
-
 def _pieces(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
     """Return the indices of the parameters whose gradients travel together; a large one travels alone."""
     pieces: list[list[int]] = []
-    for alike in _alike(parameters):
-        bucket: list[int] = []
-        size = 0
-        for index in alike:
-            num_bytes = parameters[index].nbytes
-            if num_bytes >= _LARGE_BYTES:
-                pieces.append([index])
-                continue
-            if size + num_bytes > _BUCKET_BYTES:
-                pieces.append(bucket)
-                bucket, size = [], 0
-            bucket.append(index)
-            size += num_bytes
-        pieces += [bucket] if bucket else []
+    open_ones: dict[Any, tuple[list[int], int]] = {}
+    for index, one in enumerate(parameters):
+        bucket, size = open_ones.get((one.device, one.dtype), ([], 0))
+        if one.nbytes >= _LARGE_BYTES:
+            pieces.append([index])
+            continue
+        if not bucket or size + one.nbytes > _BUCKET_BYTES:
+            bucket, size = [], 0
+            pieces.append(bucket)
+        bucket.append(index)
+        open_ones[one.device, one.dtype] = (bucket, size + one.nbytes)
     return pieces
 
 

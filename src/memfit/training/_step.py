@@ -35,8 +35,7 @@ from memfit.training._process import say
 from memfit.training._ranks import Ranks
 from memfit.training._records import SkipPolicy, StepOutcome
 from memfit.training._split import BySample, Split, held_bytes
-from memfit.training._team import Team
-from memfit.training._together import Together
+from memfit.training._team import Team, Together
 
 _MOST_UPDATES = 3
 _LEAST_SCALE = 1e-4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from memfit.training._records import MEASURED
 from memfit.training._setup import Evaluate, Plan, Setup
 from memfit.training._snapshot import Snapshot
 from memfit.training._step import SafeStep
-from memfit.training._workers import watched
+from memfit.training._workers import Workers
 
 T = TypeVar("T")
 
@@ -104,7 +105,7 @@ class Validation:
     def try_one(self, batch: Any) -> None:
         """Compute the loss of one batch; the user's ``evaluate`` sees whole validations only."""
         try:
-            self._evaluated(self._sums, [batch])
+            self._evaluated(partial(self._sums, is_one=True), [batch])
         except Exception as error:  # batches that only evaluate understands
             if self._plan.evaluate is None or isinstance(error, MemfitError) or classify_oom(error) is not None:
                 raise
@@ -130,14 +131,8 @@ class Validation:
         if (set_epoch := getattr(plan.valid, "set_epoch", None)) is not None:
             set_epoch(0)
         precision = None if plan.evaluate is None else self._setup.precision  # the mean loss has its own
-        ranks = self._step.ranks
-        sums = (
-            self._sums
-            if ranks is None or self._step.is_sharded
-            else partial(self._sums, rank=ranks.rank, size=ranks.size)
-        )
         with preserved_generators(plan.valid), autocast(self._step.model, precision):
-            return self._evaluated(plan.evaluate or sums, plan.valid)
+            return self._evaluated(plan.evaluate or self._sums, plan.valid)
 
     def _evaluated(self, evaluate: Evaluate, batches: Any) -> dict[str, float]:
         """Return the metrics in evaluation mode without gradients; the random state is afterwards as it was."""
@@ -152,12 +147,14 @@ class Validation:
                 )
             return {name: float(value) for name, value in metrics.items()}
 
-    def _sums(self, model: torch.nn.Module, batches: Iterable[Any], rank: int = 0, size: int = 1) -> dict[str, float]:
-        """Return the sums of losses and weights over the batches, of several ranks over each ``size``-th."""
+    def _sums(self, model: torch.nn.Module, batches: Iterable[Any], *, is_one: bool = False) -> dict[str, float]:
+        """Return the sums of losses and weights over the batches. Of several ranks, each takes its own of them."""
+        ranks = None if is_one or self._step.is_sharded else self._step.ranks
+        rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         total = weight_total = 0.0
         last = CANARY_BATCHES * size if is_canary() else None
-        with watched(batches, self._setup.first_batch_seconds, "validation") as each:
-            for batch in itertools.islice(each, rank, last, size):
+        with closing(Workers(batches, self._setup.first_batch_seconds)) as workers:
+            for batch in itertools.islice(workers.open("validation"), rank, last, size):
                 self._check_stop()
                 if size > 1 or self._step.is_sharded:
                     beat("validate")

@@ -19,8 +19,7 @@ import signal
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -52,13 +51,18 @@ class Workers:
     """Starts a loader's workers, watches them until a first batch is there, and ends them; any loader may have none."""
 
     def __init__(self, loader: Any, seconds: float) -> None:
-        self.loader = loader
-        self.seconds = seconds
+        self.loader, self.seconds = loader, seconds
+        self.iterator: Any = None
         self._stacks = ""
         self._kills = _count_oom_kills()
 
-    def start(self) -> Iterator[Any]:
-        """Return an iterator over the loader, with deaf workers that end when this process ends."""
+    def open(self, phase: str) -> Iterator[Any]:
+        """Return the batches of a phase, made by deaf workers that end when this process ends. Until the first batch is
+        there, workers that neither compute nor read for ``seconds`` are ended."""
+        self.iterator = self._start()
+        return self._batches(phase)
+
+    def _start(self) -> Iterator[Any]:
         loader = self.loader
         if not isinstance(loader, DataLoader) or loader.num_workers == 0:
             return iter(loader)
@@ -72,12 +76,18 @@ class Workers:
         finally:
             loader.multiprocessing_context, loader.worker_init_fn = context, then
 
-    def first(self, iterator: Iterator[Any], phase: str) -> Any:
-        """Return the first batch of a phase; end workers that neither compute nor read for ``seconds``."""
-        workers: Any = workers_in(iterator)
+    def _batches(self, phase: str) -> Iterator[Any]:
+        iterator = self.iterator
+        with contextlib.suppress(StopIteration):
+            yield self._first(iterator, phase)
+            while True:
+                yield next(iterator)
+
+    def _first(self, iterator: Any, phase: str) -> Any:
+        workers = workers_in(iterator)
         if not workers or getattr(iterator, "_timeout", True):  # a timeout of the user's own
             return next(iterator)
-        iterator._timeout = self.seconds  # type: ignore[attr-defined]
+        iterator._timeout = self.seconds
         seen = _activity(workers)
         try:
             while True:
@@ -90,7 +100,7 @@ class Workers:
                 if seen[0] <= before[0] + _IDLE_CPU_SECONDS and seen[1:] == before[1:]:
                     raise self._stuck(phase, workers)
         finally:
-            iterator._timeout = 0  # type: ignore[attr-defined]
+            iterator._timeout = 0
 
     def _stuck(self, phase: str, workers: Sequence[Any]) -> JobFailedError:
         """End the workers, and print their stacks to standard error."""
@@ -156,8 +166,13 @@ class Workers:
         ended = "ended" if code is None else f"ended by itself with exit code {code}"
         return f"{ended} without an exception", "look for exit() or os._exit() in the data set; try num_workers=0"
 
-    def close(self, iterator: Any) -> None:
-        """End an iterator's workers, by SIGKILL where they do not end."""
+    def close(self, *, persistent_too: bool = False) -> None:
+        """End the workers, by SIGKILL where they do not end; persistent ones only with ``persistent_too``."""
+        iterator, self.iterator = self.iterator, None
+        if getattr(self.loader, "persistent_workers", False):
+            if not persistent_too:
+                return
+            iterator, self.loader._iterator = self.loader._iterator, None
         workers = workers_in(iterator)
         for name in ("_shutdown_workers", "close"):
             if (end := getattr(iterator, name, None)) is not None:
@@ -183,24 +198,6 @@ def _start_worker(then: Callable[[int], None] | None, stacks: str, number: int) 
     faulthandler.enable()
     if then is not None:
         then(number)
-
-
-@contextmanager
-def watched(batches: Iterable[Any], seconds: float, phase: str) -> Iterator[Iterator[Any]]:
-    """Iterate over the batches inside; workers are watched until the first one is there, and ended at its end."""
-    workers = Workers(batches, seconds)
-    iterator = workers.start()
-
-    def each() -> Iterator[Any]:
-        with contextlib.suppress(StopIteration):
-            yield workers.first(iterator, phase)
-            yield from iterator
-
-    try:
-        yield each()
-    finally:
-        if not getattr(batches, "persistent_workers", False):
-            workers.close(iterator)
 
 
 def _remove(folder: str, pid: int) -> None:
