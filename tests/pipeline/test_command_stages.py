@@ -54,12 +54,15 @@ def test_units_come_from_a_result_and_meet_and_a_join_gets_all_of_them():
         "fold": {"each": "fold in prepare.folds", "run": "echo {unit} {fold} {rows} > {dir}/own"},
         "score": {"each": "fold in prepare.folds", "run": ["cp", "{fold}/own", "{dir}/copy"]},
         "double": {"each": "n in params.sizes", "run": "echo '{\"twice\": '$(({n} * 2))'}' > {dir}/result.json"},
-        "join": {"needs": ["score"], "run": "for one in {score}; do cat $one/copy; done > {dir}/all"},
+        "join": {"run": 'for one in {score}; do cat "$one"/copy; done > {dir}/all; ls {score}>/dev/null'},
+        "words": {"run": ["cp", "-r", "{score}", "{dir}"]},
+        "again": {"each": "fold in prepare.folds", "run": "cat {fold}/own > {dir}/own"},  # its own fold
     }
     result = run(stages, params={"sizes": [3, 5]})
     assert result.state == "completed"
     assert kept(result.path, "stage_join/all") == "a a 1\nb.5 b.5 2\n"
-    assert kept(result.path, "fold_b.5/own") == "b.5 b.5 2\n"
+    assert {one.name for one in (result.path / "checkpoints/stage_words").iterdir()} >= {"score_a", "score_b.5"}
+    assert kept(result.path, "fold_b.5/own") == kept(result.path, "again_b.5/own") == "b.5 b.5 2\n"
     assert [result.metrics[job]["twice"] for job in ("double_3", "double_5")] == [6, 10]
     again = run(stages, params={"sizes": [3, 5]})
     assert again.path == result.path and {one.attempt for one in again.statuses.values()} == {1}
@@ -80,20 +83,6 @@ def test_the_folders_of_several_units_within_a_word_are_refused_with_a_loop(comm
     with pytest.raises(ConfigError, match=r"has \{fold\} within a word of its command") as caught:
         run(stages, params={"folds": 2})
     assert 'for one in {fold}; do cat "$one"/result.json; done' in caught.value.remedy
-
-
-@pytest.mark.slow
-def test_the_folders_of_several_units_are_words_of_a_command_or_of_a_loop():
-    stages = {
-        "fold": {"each": "fold in params.folds", "run": "echo {fold} > {dir}/own"},
-        "join": {"run": 'for one in {fold}; do cat "$one"/own; done > {dir}/all; ls {fold}>/dev/null'},
-        "words": {"run": ["cp", "-r", "{fold}", "{dir}"]},
-        "again": {"each": "fold in params.folds", "run": "cat {fold}/own > {dir}/own"},  # its own fold
-    }
-    result = run(stages, params={"folds": 2})
-    assert result.state == "completed"
-    assert (kept(result.path, "stage_join/all"), kept(result.path, "again_2/own")) == ("1\n2\n", "2\n")
-    assert {one.name for one in (result.path / "checkpoints/stage_words").iterdir()} >= {"fold_1", "fold_2"}
 
 
 @pytest.mark.slow

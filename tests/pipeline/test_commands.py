@@ -178,7 +178,6 @@ def test_a_program_that_is_not_there_is_refused_before_anything_is_made():
     assert not Path("runs").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.proves("S0-23")
 @real
 def test_what_does_not_fit_is_refused_with_the_arithmetic_and_runs_by_force():
@@ -190,7 +189,6 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic_and_runs_by_force():
     assert forced.exit_code == 0 and "not checked against the budget (--force)" in admitted
 
 
-@pytest.mark.slow
 @real
 def test_a_command_that_ends_while_a_new_supervisor_looks_for_those_that_run_does_not_run_again(monkeypatch):
     text = "echo {a} >> ran; until test -e go; do sleep 0.05; done; echo {a}"

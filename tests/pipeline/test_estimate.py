@@ -43,7 +43,7 @@ def config(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_ranker_is_estimated_from_its_config_alone_with_host_and_device_apart(config, tmp_path):
-    found = estimate_workload(config("memory: {cuda_allocator: 'garbage_collection_threshold:0.8'}"), gpu="24GiB")
+    found = estimate_workload(config(), gpu="24GiB")
     assert (found["method"], found["verdict"], found["gpu"]["total_bytes"]) == ("traced", "fits", 24 << 30)
     for one in found["device"].values():
         assert 0 < one["value"] <= one["upper"]
@@ -51,7 +51,6 @@ def test_the_ranker_is_estimated_from_its_config_alone_with_host_and_device_apar
     assert found["parts"]["inputs"]["value"] >= found["data"]["batch_bytes"] * 0.9
     assert found["data"]["panel_bytes"] > 0 and "mapped once for all jobs" in found["data"]["text"]
     assert found["parts"]["optimizer"]["value"] == pytest.approx(2 * found["parts"]["weights"]["value"], rel=0.01)
-    assert any("garbage_collection_threshold:0.8 without" in note for note in found["notes"])
     assert not any("depends on the data" in note for note in found["notes"]), (
         "the lists' lengths are those of the batch"
     )
@@ -87,6 +86,8 @@ def test_a_config_without_a_loader_and_a_step_is_refused_with_what_to_write(tiny
 def test_what_contradicts_itself_is_refused_before_anything_is_prepared(config, tmp_path):
     with pytest.raises(ConfigError, match="together with max_split_size_mb:64"):
         estimate_workload(config(), allocator="expandable_segments:True,max_split_size_mb:64")
+    with pytest.raises(ConfigError, match="does not model roundup_power2_divisions"):
+        estimate_workload(config("memory: {cuda_allocator: 'roundup_power2_divisions:4'}"))
     with pytest.raises(ConfigError):
         estimate_workload(config(), gpu="a toaster")
     assert not (tmp_path / "panels").exists()

@@ -71,13 +71,8 @@ def ask(name, **params):
 @pytest.mark.usefixtures("empty")
 def test_loaders_are_counted_as_they_are_and_with_fewer_workers():
     found = ask("make", rows=100)
-    assert (found["workers"], found["batch"], found["samples"], found["valid"], found["drops"]) == (
-        2,
-        8,
-        100,
-        30,
-        False,
-    )
+    facts = {name: found[name] for name in ("workers", "batch", "samples", "valid", "drops")}
+    assert facts == {"workers": 2, "batch": 8, "samples": 100, "valid": 30, "drops": False}
     assert [one["workers"] for one in found["loaders"]] == [2, 1, 0]
     parts = [one["train"]["parts"] for one in found["loaders"]]
     assert parts[0]["workers"] > parts[1]["workers"] > parts[2]["workers"] == 0

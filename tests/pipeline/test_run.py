@@ -54,7 +54,6 @@ def finished(done, tmp_path, monkeypatch):
 
 
 @pytest.mark.core
-@pytest.mark.slow
 @pytest.mark.proves("S1-41", "S1-44")
 @real
 def test_folds_are_measured_tabled_and_kept(finished):
@@ -129,7 +128,6 @@ def test_bad_input_is_refused_and_a_wrong_config_makes_nothing(tiny, tmp_path, m
     assert error is not ConfigError or not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.proves("S0-17")
 @real
 def test_a_users_limit_bounds_how_many_run_at_once(tiny):
@@ -162,7 +160,6 @@ def test_ctrl_c_stops_at_a_checkpoint_and_the_same_command_goes_on(tiny):
     assert epochs == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.slow
 @real
 def test_ctrl_c_after_a_request_to_stop_ends_at_once_and_leaves_no_process(tiny):
     config = tiny(epoch_seconds=300)
@@ -209,7 +206,6 @@ def test_resume_goes_on_from_anywhere_with_the_settings_of_the_run(tiny, tmp_pat
         resume(result.path)
 
 
-@pytest.mark.slow
 @real
 def test_a_run_goes_on_with_its_panel_where_its_folder_was_moved_to(finished, tmp_path, monkeypatch):
     config, result = finished
@@ -244,7 +240,6 @@ def test_folds_are_forked_from_one_process_and_the_run_says_so(tiny, capsys):
     assert fresh.metrics == result.metrics and events_of(fresh, "warm") == []
 
 
-@pytest.mark.slow
 @real
 def test_the_process_that_is_forked_counts_once_in_the_budget(tiny):
     """A fold that fits a limit only without it has it end, and runs in a new interpreter."""

@@ -414,15 +414,8 @@ def test_the_log_has_the_memory_of_an_epoch_where_more_is_asked_for(made, verbos
     file = io.StringIO()
     live = LiveRun(Console(file=file, soft_wrap=True), verbose=verbose)
     live.show(made.run)
-    made.event(
-        1,
-        "epoch",
-        "fold_1",
-        epoch=1,
-        num_epochs=2,
-        memory={"metric": "non_reclaimable", "phases": phases},
-        text="epoch 1/2  train_loss 2",
-    )
+    memory = {"metric": "non_reclaimable", "phases": phases}
+    made.event(1, "epoch", "fold_1", epoch=1, num_epochs=2, memory=memory, text="epoch 1/2  train_loss 2")
     made.event(2, "epoch", "fold_1", epoch=2, num_epochs=2, memory={"weights": "a lot"}, text="epoch 2/2")
     live.close()
     first, second = file.getvalue().splitlines()[1:]

@@ -104,9 +104,10 @@ def test_a_job_has_reserved_what_it_was_admitted_with_or_grew_to_in_this_attempt
     made.event(2, "grow", "fold_2", from_bytes=100, to_bytes=400, why="free")
     made.event(3, "retry", "fold_2", attempt=2, reservation_bytes=500, reason="it stepped aside")
     made.admit(4, "fold_2", 1, 500)
-    for name in ("fold_1", "fold_2"):
+    made.admit(4, "fold_3", 1, None)  # of unknown size
+    for name in ("fold_1", "fold_2", "fold_3"):
         made.job(name, "running", name="status.json")
-    assert [row.reserved_bytes for row in [*view_of(made).jobs.values()]] == [300, 500]
+    assert [row.reserved_bytes for row in view_of(made).jobs.values()] == [300, 500, None]
 
 
 def test_a_job_that_is_queued_again_waits_and_is_read_anew_when_it_runs(commands):
@@ -195,12 +196,6 @@ def test_commands_are_in_order_of_their_numbers(commands):
     view = view_of(made)
     assert [*view.jobs] == ["cmd_0002", "cmd_0010", "cmd_10000"]
     assert next(row.name for row in [*view.jobs.values()]) == "cmd_0002 fold=2 lr=1e-3"
-
-
-def test_a_first_fold_of_unknown_size_has_reserved_nothing(made):
-    made.admit(0, "fold_1", 1, None)
-    made.job("fold_1", "running", name="status.json")
-    assert view_of(made).jobs["fold_1"].reserved_bytes is None
 
 
 def test_the_most_at_once_counts_jobs_of_the_last_command_that_admitted_any(made):
@@ -343,14 +338,8 @@ EVENTS = {
 def test_no_value_in_an_event_makes_a_reader_of_the_run_fail(finished, kind):
     path, view, fields = finished.path / "events" / "job-1-1.jsonl", reader_of(finished), EVENTS[kind]
     series = finished.path / "jobs" / "fold_1" / "memory.jsonl"
-    sample = {
-        "num_processes": 1,
-        "private_bytes": 9,
-        "shared_bytes": 9,
-        "rss_bytes": 9,
-        "pss_bytes": 9,
-        "peak_bytes": 9,
-    }
+    sizes = ("private_bytes", "shared_bytes", "rss_bytes", "pss_bytes", "peak_bytes")
+    sample = {"num_processes": 1, **dict.fromkeys(sizes, 9)}
     start = finished.start + 100
     series.write_text(json.dumps(sample | {"time": start, "phase": "train", "device_bytes": {}}) + "\n")
     given = {"time": str(start), "kind": f'"{kind.strip()}"'}

@@ -153,13 +153,6 @@ def test_a_record_is_read_again_only_when_its_file_changed(study):
     assert "1 completed; best rank_ic 0.5000 (trial_0000)" in study_of(reader.state()).headline()
 
 
-def test_a_study_has_its_trials_and_how_to_diagnose_the_jobs_that_failed(searched):
-    text = printed(view_study, searched.run)
-    assert "best      rank_ic 0.0341 (trial_0001)\n" in text
-    failed = "trial_0003 failed: exit code 1: ValueError: no\n  memfit diagnose runs/demo/run_"
-    assert text.index("rates ") < text.index(failed) < text.index("see       memfit report")
-
-
 @pytest.mark.proves("S2-28")
 @pytest.mark.slow
 def test_a_real_study_is_followed_and_summed_up(tmp_path, monkeypatch):

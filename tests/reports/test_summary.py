@@ -31,12 +31,6 @@ def test_verbose_adds_what_enforces_the_limit_what_jobs_waited_for_and_how_exact
     ]
 
 
-def test_what_does_not_fit_the_console_is_counted_and_not_shown(finished):
-    text = printed(finished.run, 80)
-    assert text.count("\nfold ") == 2  # the stage, and one table
-    assert "and 3 more columns: memfit report shows all\n" in text
-
-
 @pytest.mark.proves("S0-14")
 def test_the_total_is_the_wall_clock_and_not_the_sum_of_folds_side_by_side(made):
     made.event(0, "run", state="started")

@@ -58,21 +58,18 @@ class Resolved(Generic[M]):
         from memfit.config._yaml import write_yaml
 
         tree = self.value.model_dump(mode="json")
-        for part in nested:
-            *above, last = part.prefix.removeprefix(self.prefix).split(".")[:-1]
-            _below(tree, above)[last] = part.value.model_dump(mode="json")
+        tree |= {part.prefix.removesuffix("."): part.value.model_dump(mode="json") for part in nested}
         header = "# All settings as they were resolved. memfit reads this file as it reads your own.\n"
         return header + "# run.json says where each value came from.\n" + write_yaml(tree)
 
     def to_json(self) -> str:
         """Return what was given and where, as JSON; ``from_json`` resolves it again, in another process too."""
-        return json.dumps({"given": [*self._given.items()], "prefix": self.prefix})
+        return json.dumps([*self._given.items()])
 
     @classmethod
     def from_json(cls, model: type[N], text: str) -> Resolved[N]:
         """Return the settings that ``to_json`` wrote, resolved again without file, environment or overrides."""
-        record = json.loads(text)
-        return _checked(model, {tuple(path): tuple(one) for path, one in record["given"]}, [], record["prefix"])
+        return _checked(model, {tuple(path): tuple(one) for path, one in json.loads(text)}, [], "")
 
 
 def resolve(
@@ -115,12 +112,10 @@ def resolve(
 def resolve_nested(resolved: Resolved[Any], key: str, model: type[N]) -> Resolved[N]:
     """Return a free section's settings, checked against a model that is known only now; origins are kept.
 
-    ``key`` is the section's dotted name, such as ``params``; an error has the full names, as those of ``resolve`` do.
+    ``key`` names a section at the top, such as ``params``; an error has the full names, as those of ``resolve`` do.
     """
-    steps = tuple(key.split("."))
-    size = len(steps)
-    given = {path[size:]: one for path, one in resolved._given.items() if path[:size] == steps and path != steps}
-    return _checked(model, given, [], f"{resolved.prefix}{key}.")
+    given = {path[1:]: one for path, one in resolved._given.items() if path[0] == key and path != (key,)}
+    return _checked(model, given, [], f"{key}.")
 
 
 class _Layers:

@@ -50,9 +50,8 @@ def code_of(function: Callable[..., Any], target: str, params: type | None = Non
     return dict(sorted(found.items())), {name for name, one in reader.modules.items() if one is not None}
 
 
-def code_of_command(words: Iterable[str], folder: Path) -> dict[str, str]:
-    named = {word: folder / word for word in words if "{" not in word}
-    return {word: fingerprint_files(path) for word, path in named.items() if path.is_file()}
+def code_of_command(words: Iterable[str]) -> dict[str, str]:
+    return {word: fingerprint_files(word) for word in words if "{" not in word and Path(word).is_file()}
 
 
 def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> str:
@@ -129,20 +128,18 @@ class _Reader:
         places = [(self._home, ""), (type(function).__module__, "")]  # of a partial, an object, a method
         if isinstance(function, types.FunctionType):
             made = str(function.__globals__.get("__name__")), function.__code__.co_qualname
-            places = [
-                (str(function.__module__), function.__qualname__),
-                made,
-            ]  # a wrapper has the name of what it wraps
+            # A wrapper has the name of what it wraps.
+            places = [(str(function.__module__), function.__qualname__), made]
             if "<locals>" in made[1] and self._load(made[0]) is not None:  # what another function made
                 places.append((self._home, ""))
         for name, defined in places:
             module, top = self._load(name), defined.partition(".")[0]
             self._count(name, (top,) if module is not None and top in module.definitions else ())
         for one in self._classes:
-            module = self._load(one.__module__)
-            for node in module.definitions.get(one.__qualname__, []) if module is not None else ():
-                if module is not None and isinstance(node, ast.ClassDef):
-                    self._take(module, f"{module.name}:{one.__name__} without fields", [_without_fields(node, one)])
+            if (module := self._load(one.__module__)) is not None:
+                for node in module.definitions.get(one.__qualname__, []):
+                    if isinstance(node, ast.ClassDef):
+                        self._take(module, f"{module.name}:{one.__name__} without fields", [_without_fields(node, one)])
 
     def _count(self, name: str, chain: tuple[str, ...] = ()) -> None:
         """Count what a dotted name in a module stands for: a definition of the target's, or another module whole."""

@@ -325,12 +325,9 @@ def call_with_settings(
     function: Callable[..., Mapping[str, Any] | None], context: Context, params: BaseModel
 ) -> Mapping[str, Any] | None:
     """Call a plain function with its settings as keywords; the values of its unit override them."""
-    values = {name: getattr(params, name) for name in type(params).model_fields}
-    own = context.unit if isinstance(context.unit, Mapping) else {}
-    changed = {name: value for name, value in own.items() if name in values}
-    if changed:
-        params = type(params).model_validate(values | changed)
-        values = {name: getattr(params, name) for name in values}
+    values, own = dict(params), context.unit if isinstance(context.unit, Mapping) else {}
+    if changed := {name: value for name, value in own.items() if name in values}:
+        values = dict(type(params).model_validate(values | changed))
     return function(context, **values)
 
 

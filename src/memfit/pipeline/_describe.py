@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -76,10 +75,9 @@ def describe(
     chosen = [replace(one, needs=tuple(name for name in one.needs if name not in left_out)) for one in chosen]
     stages = in_order(chosen, params, target, workload.params)
     stages = [replace(one, data=data if isinstance(data, str) else data.get(one.name, "")) for one in stages]
-    probes = {stage.name: stage.probe for stage in workload.stages} if with_memory else {}
-    for at, spec in enumerate(stages):
-        if (probe := probes.get(spec.name)) is not None and probe.memory is not None:
-            stages[at] = replace(spec, memory_bytes=probe.memory(nested.value))
+    probes = {one.name: one.probe.memory for one in chosen if with_memory and one.probe and one.probe.memory}
+    least = {name: memory(nested.value) for name, memory in probes.items()}
+    stages = [replace(one, memory_bytes=least.get(one.name)) for one in stages]
     if units:
         if len(stages) != 1 or stages[0].each:
             raise UsageError(
@@ -226,7 +224,7 @@ def _of_command(stage: Stage, found: StageSpec, names: Sequence[str], params: Ma
             if one.startswith("params.")
         },
         seed="seed" in used,
-        code=code_of_command(split, Path.cwd()),
+        code=code_of_command(split),
     )
 
 

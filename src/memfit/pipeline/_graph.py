@@ -100,15 +100,9 @@ class Graph:
         if state != "waiting":
             self._waiting[name].remove(unit)
             self._set(unit, state, why)
-        for reader in self.readers_of(name):
+        for reader in self.order.readers_of(name):
             self.units.pop(reader, None)
             self._waiting.pop(reader, None)
-
-    def readers_of(self, name: str) -> list[str]:
-        found = [name]
-        for other, stage in self.stages.items():  # each comes after what it reads
-            found += [other] if set(found).intersection(stage.reads) else []
-        return found[1:]
 
     # Questions
 

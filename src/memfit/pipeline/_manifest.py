@@ -340,13 +340,10 @@ def _size_of(path: Path) -> int:
 
 def mapped_bytes(path: Path) -> int:
     """Return the bytes of a result that those who read it map: its panels, tables and arrays."""
-    sizes = []
-    for output in (find_manifest(path) or {}).get("outputs", ()):
-        if output["kind"] == "panel":  # a file that says where it is
-            sizes.append(_size_of(_read_panel(path.with_suffix("") / output["path"])[0]))
-        elif output["kind"] in ("table", "arrays"):
-            sizes.append(output["bytes"])
-    return sum(sizes)
+    outputs, folder = (find_manifest(path) or {}).get("outputs", ()), path.with_suffix("")
+    own: int = sum(one["bytes"] for one in outputs if one["kind"] in ("table", "arrays"))
+    panels = (_read_panel(folder / one["path"])[0] for one in outputs if one["kind"] == "panel")
+    return own + sum(map(_size_of, panels))
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -90,11 +90,14 @@ class Order:
                     rule="a stage can be skipped when others only wait for it, as for a gate.",
                     remedy=f"run up to it: --until {name}",
                 )
-        anew = {choice.anew} if choice.anew else set[str]()
-        for name, stage in self.by_name.items():  # each comes after what it reads
-            if anew.intersection(stage.reads):
-                anew.add(name)
-        return set(asked), frozenset(anew)
+        return set(asked), frozenset([choice.anew, *self.readers_of(choice.anew)] if choice.anew else ())
+
+    def readers_of(self, name: str) -> list[str]:
+        """Return the stages that read one, directly or by way of others."""
+        found = [name]
+        for other, stage in self.by_name.items():  # each comes after what it reads
+            found += [other] if set(found).intersection(stage.reads) else []
+        return found[1:]
 
     def waits_for(self, name: str) -> list[str]:
         """Return the stages that one waits for directly, the gates that hold it included."""
@@ -209,11 +212,10 @@ def order_of_config(
     resolved = resolve_settings(file=file, values=values, env=env, overrides=overrides)
     settings = resolved.value
     chosen_units(settings.units, None)
-    folders = folders or ([str(file.resolve().parent)] if file else [])
+    folders, units = folders or ([str(file.resolve().parent)] if file else []), list(choice.combinations)
     child_env = python_path(folders, env)
     if settings.target:
-        own = {"target": settings.target, "resolved": resolved.to_json(), "with_memory": with_memory}
-        own["units"] = list(choice.combinations)
+        own = {"target": settings.target, "resolved": resolved.to_json(), "with_memory": with_memory, "units": units}
         described = (warm or Warm(can_fork=False)).describe(settings, child_env, own)
     else:
         described = describe_commands(resolved)
@@ -224,12 +226,12 @@ def order_of_config(
         "seed": settings.seed,
         "threads_per_job": settings.threads_per_job,
         "params": described["params"],
-        "units": list(choice.combinations),
+        "units": units,
         "commands": {name: stage.run for name, stage in settings.stages.items() if stage.run},
     }
     params, yaml, origins = (described[name] for name in ("params", "yaml", "origins"))
     facts: dict[str, Any] = {"kind": "stages", "target": settings.target, "cwd": str(Path.cwd())}
-    facts |= {"folders": list(folders), "origins": origins, "units": list(choice.combinations)}
+    facts |= {"folders": list(folders), "origins": origins, "units": units}
     choice = dataclasses.replace(choice, skip=tuple(settings.skip), units=settings.units)
     name = config.fingerprint(content)
     order = Order(settings, stages, "stages", name, origins, facts, choice, params, yaml, child_env)

@@ -151,17 +151,6 @@ def question_of(target: str, params: Mapping[str, Any], stage: str, allocator: s
     return {"question": asked.to_dict(), "text": text}
 
 
-def _unnamed(target: str, stage: str, lacking: str) -> UsageError:
-    named = f"stage {stage} of '{target}' names no {lacking}"
-    return UsageError(
-        f"{named if stage else f'no stage of {target!r} says how it is measured'}.",
-        rule="memfit traces the step that a stage names, on a batch of its loader.",
-        remedy="write loader(context, params, num_workers), which returns a unit's training batches, and "
-        "step(context, params), which returns a function that takes one training step, and name both: "
-        "Stage(..., probe=Probe(loader, step)): docs/stages.md",
-    )
-
-
 def estimate_in_child(
     target: str,
     resolved: str,
@@ -183,7 +172,9 @@ def estimate_in_child(
 
     whole = config.Resolved.from_json(RunConfig, resolved)
     device, text = None if gpu is None else find_gpu(gpu), allocator or whole.value.memory.cuda_allocator
-    warned = [] if text is None else check_allocator(text, name="--allocator")
+    if text is not None:
+        check_allocator(text, name="--allocator")
+    settings = None if text is None else AllocatorSettings.parse(text)
     workload, accepts = load_workload(target), {"accept_tight": whole.value.accept_tight}
     stage, probe = next(((one.name, one.probe) for one in workload.stages if one.probe), ("", Probe()))
     if probe.model is not None and probe.step is None:
@@ -202,7 +193,14 @@ def estimate_in_child(
     if device is not None and available_bytes is not None:
         device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
     if probe.loader is None or probe.step is None:
-        raise _unnamed(target, stage, "loader" if probe.loader is None else "step")
+        named = f"stage {stage} of '{target}' names no {'loader' if probe.loader is None else 'step'}"
+        raise UsageError(
+            f"{named if stage else f'no stage of {target!r} says how it is measured'}.",
+            rule="memfit traces the step that a stage names, on a batch of its loader.",
+            remedy="write loader(context, params, num_workers), which returns a unit's training batches, and "
+            "step(context, params), which returns a function that takes one training step, and name both: "
+            "Stage(..., probe=Probe(loader, step)): docs/stages.md",
+        )
     with tempfile.TemporaryDirectory(prefix="memfit-probe-") as folder:
         context, params = context_of(target, whole, stage, Path(folder))
         longest, make_step = find_longest(probe.loader(context, params, 0)), probe.step
@@ -210,7 +208,6 @@ def estimate_in_child(
         def make_of(batch: Any) -> Callable[[], Any]:
             return lambda: partial(make_step(context, params), batch)
 
-        settings = None if text is None else AllocatorSettings.parse(text)
         try:
             with limit_time(time_limit):
                 sizes = sizes_of_batch(longest.batch, make_of)
@@ -224,7 +221,7 @@ def estimate_in_child(
                 "--time-limit, or measure a run on the device",
             ) from error
         found = traced.to_dict() | dict.fromkeys(("setup", "largest_batch", "change", "smaller_model"))
-        return found | {"notes": [*found["notes"], *warned], "data": _describe_data(context, longest), **accepts}
+        return found | {"data": _describe_data(context, longest), **accepts}
 
 
 def _describe_data(context: Context, longest: Longest) -> dict[str, Any]:

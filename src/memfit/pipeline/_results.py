@@ -185,11 +185,8 @@ class Results:
     def seal(self, unit: Unit, status: JobStatus) -> None:
         """Write the manifest of a command: its outputs are the files in its folder."""
         path, started = unit.manifest(self.run), status.started or 0.0
-        now = {
-            one: sha
-            for one, sha in code_of_command(unit.stage.code, Path.cwd()).items()
-            if Path(one).stat().st_mtime < started
-        }
+        found = code_of_command(unit.stage.code)
+        now = {one: sha for one, sha in found.items() if Path(one).stat().st_mtime < started}
         check_code(unit.stage.name, {one: unit.stage.code[one] for one in now}, now)
         folder, seconds = path.with_suffix(""), (status.ended or 0.0) - started
         outputs = describe_outputs(folder, {str(one.relative_to(folder)): one for one in files_in(folder)})

@@ -171,7 +171,7 @@ class UnitSource:
 
     def _undo(self, unit: Unit, state: str = "waiting", why: str = "") -> None:
         self.graph.undo(unit, state, why)
-        anew = self.graph.readers_of(unit.stage.name)
+        anew = self.graph.order.readers_of(unit.stage.name)
         self._held, self._is_stale = [one for one in self._held if one.stage.name not in anew], True
 
     # Damage
@@ -198,7 +198,7 @@ class UnitSource:
         """Let a unit run again whose result is damaged, and look anew at all that reads it."""
         error = proof.exception()
         if error is None and proof.result():
-            readers = self.graph.readers_of(unit.stage.name)
+            readers = self.graph.order.readers_of(unit.stage.name)
             if any(one.stage.name in readers for one in self._running.values()):
                 return  # not while they read it
             remove_result(unit.manifest(self.graph.run))

@@ -118,9 +118,9 @@ class Supervisor:
     state: str = "failed"
     _look_at: float = 0.0
     _adopted: set[str] = field(default_factory=set)
-    _budget: Budget | None = field(default=None)
+    _budget: Budget | None = None
     _planned: Sizes = field(default_factory=Counter)
-    _num_parallel: int = field(default=0)
+    _num_parallel: int = 0
 
     def tick(self) -> None:
         self.show()

@@ -113,11 +113,10 @@ class Canary(Watcher):
 
     def _missing(self, job_id: str) -> list[str]:
         """Return the phases that not all ranks have reached; of a checkpoint, one rank is enough."""
-        telling = list(self._seen[job_id].values()) if job_id in self._seen else []
-        if not telling:
-            return [*self.settings.canary_phases]
-        names = self.settings.canary_phases
-        return [one for one in names if not (any if one == "checkpoint" else all)(one in seen for seen in telling)]
+        told, names = self._seen.get(job_id, {}).values(), self.settings.canary_phases
+        return [
+            one for one in names if not told or not (any if one == "checkpoint" else all)(one in seen for seen in told)
+        ]
 
     def _is_covered(self, job_id: str) -> bool:
         """Return whether a script has entered each phase from its first repeated one on twice, or all it was to enter.
@@ -227,9 +226,7 @@ def _pace(steps: Sequence[tuple[float, int]]) -> float | None:
     >>> _pace([(0.0, 1), (0.5, 2), (1.0, 3), (3.0, 5)])
     0.5
     """
-    took = [
-        (after[0] - before[0]) / (after[1] - before[1]) for before, after in pairwise(steps) if after[1] > before[1]
-    ]
+    took = [(end - began) / (last - first) for (began, first), (end, last) in pairwise(steps) if last > first]
     return median(took) if took else None
 
 

@@ -121,9 +121,9 @@ def ask(question: Question) -> dict[str, Any]:
             rule="the largest batch is the one whose bound fits a device.",
             remedy="name one: --gpu A100-80GB, or its memory: --gpu 24GiB",
         )
-    notes, warned = list[str](), list[str]()
+    notes = list[str]()
     if question.allocator is not None:
-        warned = check_allocator(question.allocator)
+        check_allocator(question.allocator)
         AllocatorSettings.parse(question.allocator)
     check_names(question.config)
     _ = question.setups
@@ -138,7 +138,7 @@ def ask(question: Question) -> dict[str, Any]:
             question, notes = replace(question, formula=True), [f"computed, not traced: {why}"]
     if question.formula:
         found = answer_in_child(**question.to_dict())
-    return found | {"notes": [*notes, *found["notes"], *warned]}
+    return found | {"notes": [*notes, *found["notes"]]}
 
 
 def answer_in_child(**words: Any) -> dict[str, Any]:

@@ -61,7 +61,9 @@ def _all(remedies: Sequence[Remedy]) -> Iterator[Part]:
 def _costs(one: Remedy, sign: str) -> Part:
     setting = [Note(one.setting, "cyan")] if one.helps and one.setting else []
     reason = [Note(one.reason, "dim")] if one.reason else []
-    title = f"{sign}{one.title}" + (f" ({_terms(one)})" if one.helps else "")
+    saves = f", saves {format_bytes(one.saves_bytes)}" if one.saves_bytes else ""
+    enough = {True: ", enough by itself", False: ", not enough by itself", None: ""}[one.enough]
+    title = f"{sign}{one.title}" + (f" (costs {one.cost}{saves}{enough})" if one.helps else "")
     return Inset([title, Inset([*setting, *reason], 3)], 0)
 
 
@@ -100,13 +102,6 @@ def view_verification(checks: Sequence[Check]) -> Iterator[Part]:
         yield Note("nothing that was read shows any of these settings", "bold")
     num = Counter(check.verdict for check in checks if check.source or check.verdict != "ok")
     yield f"in force: {num['ok']}, not in force: {num['problem']}, not shown: {num['warning']}"
-
-
-def _terms(one: Remedy) -> str:
-    saves = f", saves {format_bytes(one.saves_bytes)}" if one.saves_bytes else ""
-    return (
-        f"costs {one.cost}{saves}" + {True: ", enough by itself", False: ", not enough by itself", None: ""}[one.enough]
-    )
 
 
 def write_incident(diagnosis: Diagnosis, remedies: Sequence[Remedy], fix: Fix | None = None) -> str:

@@ -130,7 +130,8 @@ def find_target(name: str, *, claims: Path | None = None, root: Path = _ROOT) ->
         return Target(run)
     head, _, job_id = name.rpartition("/")
     named = _find(head.removesuffix("/jobs"), runs) if head else None
-    if named is not None and _has_job(named, job_id):
+    is_name = job_id not in ("", ".", "..")  # those would be the folder of all jobs, or the run's own
+    if named is not None and is_name and (named.job_dir(job_id).is_dir() or job_id in Reader(named).params):
         return Target(named, job_id)
     for path in root.glob("*/run_*"):
         if (head or name) in (path.name, path.parent.name):
@@ -152,11 +153,6 @@ def _find(name: str, runs: Sequence[RunDir]) -> RunDir | None:
     if path.name and (found := RunDir.all(path.parent, path.name)):
         return RunDir.open(found[0].path)
     return next((run for run in runs if name in (run.path.name, run.path.parent.name)), None)
-
-
-def _has_job(run: RunDir, job_id: str) -> bool:
-    is_name = job_id not in ("", ".", "..")  # those would be the folder of all jobs, or the run's own
-    return is_name and (run.job_dir(job_id).is_dir() or job_id in Reader(run).params)
 
 
 def _below(root: Path) -> list[RunDir]:

@@ -146,14 +146,14 @@ def _explain_counts(counts: Mapping[str, int], num_ended: int, n_trials: int) ->
     return f"{num_ended} of {n_trials}: {told}"
 
 
-def _explain_params(params: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _explain_params(params: Mapping[str, Any]) -> dict[str, str]:
     """Return searched settings and their values as text.
 
     >>> _explain_params({"params.model.layers": 2, "params.lr": 0.00019275993})
-    [('model.layers', '2'), ('lr', '0.000192760')]
+    {'model.layers': '2', 'lr': '0.000192760'}
     """
-    texts = (f"{value:#.6g}" if isinstance(value, float) else str(value) for value in params.values())
-    return list(zip((name.removeprefix("params.") for name in params), texts, strict=True))
+    texts = {name: f"{value:#.6g}" if isinstance(value, float) else str(value) for name, value in params.items()}
+    return {name.removeprefix("params."): text for name, text in texts.items()}
 
 
 def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -172,7 +172,7 @@ def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "" if at else "before", text
     if (best := summary["best"]) is not None:
         yield "best", f"{summary['number']} {format_number(best['value'])} ({best['trial']})"
-        yield from (("", f"{name} {value}") for name, value in _explain_params(best["params"]))
+        yield from (("", f"{name} {value}") for name, value in _explain_params(best["params"]).items())
         if best["n"] > 1:
             units = ", ".join(f"{unit} {format_number(value)}" for unit, value in best["by_unit"].items())
             error = statistics.stdev(best["by_unit"].values()) / math.sqrt(best["n"])
@@ -221,10 +221,10 @@ def _trials(summary: Mapping[str, Any], whole: bool) -> Iterator[Part]:
     has_why = any(one["cause"] for one in trials)
     sizes = {"peak": "peak_bytes", "device peak": "device_peak_bytes"}
     sizes = {name: key for name, key in sizes.items() if any(one[key] for one in trials)}
-    names = dict.fromkeys(name for one in trials for name, _ in _explain_params(one["params"])) if whole else {}
+    names = dict.fromkeys(name for one in trials for name in _explain_params(one["params"])) if whole else {}
     rows = []
     for one in trials:
-        value, params = or_dash(one["value"], format_number), dict(_explain_params(one["params"]))
+        value, params = or_dash(one["value"], format_number), _explain_params(one["params"])
         time, peaks = or_dash(one["seconds"] or None, format_duration), [size_text(one[key]) for key in sizes.values()]
         more = [*(params.get(name, "-") for name in names), *[one["cause"]] * has_why]
         rows.append([one["trial"], one["state"], value, time, *peaks, *more])
