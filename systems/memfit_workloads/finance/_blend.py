@@ -29,9 +29,8 @@ def blend(fold: Output, pattern: str | None, output: Path) -> list[str]:
     """
     from memfit_workloads.averages import average_checkpoints
 
-    outputs = {one["name"]: one["path"] for one in fold.facts["outputs"]}
-    saved = {path if path.endswith(".pt") else name: name for name, path in outputs.items()}
-    saved = {path: name for path, name in saved.items() if path.endswith(".pt") or name in ("best", "latest")}
+    outputs = [one for one in fold.facts["outputs"] if one["path"].endswith(".pt") or one["name"] in ("best", "latest")]
+    saved = {one["path"] if one["path"].endswith(".pt") else one["name"]: one["name"] for one in outputs}
     patterns = [pattern] if pattern else ["ema_epoch_*.pt", "latest"]
     found = (sorted(fnmatch.filter(saved, one)) for one in patterns)
     chosen = next(filter(None, found), [])

@@ -17,15 +17,7 @@ from torch.utils.data import DataLoader
 
 from memfit.pipeline import Context
 from memfit.rundir import phase
-from memfit.training import (
-    KeyedDataset,
-    KeyedSampler,
-    Trainer,
-    checkpoint_path,
-    find_device,
-    load_checkpoint,
-    seed_everything,
-)
+from memfit.training import KeyedDataset, KeyedSampler, Trainer, find_device, load_checkpoint, seed_everything
 from memfit_workloads.trajectory.data import SPLITS, Scenes
 from memfit_workloads.trajectory.model import TrajectoryScorer, distances
 from memfit_workloads.trajectory.params import ModelParams, TrajectoryParams
@@ -92,6 +84,8 @@ def train(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     Returns:
         ``best_epoch``, ``train_loss`` of the last epoch, ``valid_loss`` of the best; ``num_train``.
     """
+    from memfit.training import checkpoint_path
+
     phase("load")
     seed_everything(context.seed)
     settings, device = params.trainer.params, find_device("auto")
