@@ -201,11 +201,13 @@ def test_when_no_checkpoint_is_whole_the_fit_does_not_start_over_silently(folder
 
 
 def test_a_kill_between_a_checkpoint_and_its_name_loses_nothing(folder):
-    (folder / "latest").write_text("step-4")
+    (folder / "latest").write_bytes(b"\xff\x00")
+    (folder / "best").write_bytes(b"\xff\x00")
     (folder / ".best.4711-1.tmp").write_text("half")
     (folder / "mine.tmp").write_text("kept")
     _, result = train_to(folder, 3, values=[3.0])
     assert (result.resumed_from, load_checkpoint(folder / "latest")["epoch"]) == (3, 3)
+    assert load_checkpoint(folder / "best")["epoch"] == 2
     assert names(folder) == ["best", "latest", "mine.tmp", "step-2", "step-4", "step-6"]
 
 
@@ -233,6 +235,18 @@ def test_a_damaged_newer_checkpoint_does_not_take_the_place_of_a_kept_one(tmp_pa
         assert folder.newest().step == 2
     folder.prune(1)
     assert names(tmp_path) == ["step-2", "step-3"]
+
+
+def test_what_a_kill_leaves_of_a_checkpoint_that_was_to_go_goes_at_the_next_start(tmp_path, monkeypatch):
+    folder = SealedFolder(tmp_path)
+    for step in (1, 2):
+        (folder.begin(step) / "weights").write_text("whole")
+        folder.seal(step, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path: (path / "SEAL.json").unlink(missing_ok=True))
+        folder.prune(1)
+    assert folder.newest().step == 2
+    assert names(tmp_path) == ["step-2"]
 
 
 @pytest.mark.proves("S1-37")

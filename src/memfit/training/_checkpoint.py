@@ -129,13 +129,13 @@ def checkpoint_path(path: Path | str) -> Path:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> (folder / "step-12").mkdir()
-        >>> _ = (folder / "best").write_text("step-12")
+        >>> _ = (folder / "best").write_text("step-12\\n")
         >>> checkpoint_path(folder / "best").name
         'step-12'
     """
     path = Path(path)
     is_short = path.is_file() and path.stat().st_size <= _MOST_NAME_BYTES
-    name = _NAME.fullmatch(path.read_bytes()) if is_short else None
+    name = _NAME.fullmatch(path.read_bytes().strip()) if is_short else None
     return path.with_name(name[0].decode()) if name else path
 
 

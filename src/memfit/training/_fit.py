@@ -312,9 +312,8 @@ class Fit:
         if plan.valid is not None and newest.metrics is None:
             self.journal.phase("validate")
             newest = history[-1] = replace(newest, metrics=self.validation.run(self.data))
-        if keeper is not None and self.is_first and plan.best_epoch(history) == newest.epoch:
-            with keeper.writing():
-                keeper.mark(BEST, self.at.step)
+        if keeper is not None and self.is_first and (best := plan.best_epoch(history)) is not None:
+            keeper.mark(BEST, self.progress.ends[best])
         self._prune()
         numbers = {"train_loss": newest.train_loss, **(newest.metrics or {})}
         pace = {name: value for name in MEASURED if (value := getattr(newest, name)) is not None}
@@ -375,8 +374,7 @@ class Fit:
             self.step.team.forget_size()
         self._next_save = time.monotonic() + self.setup.checkpoint_seconds
         if self.keeper is not None and self.is_first:
-            with self.keeper.writing():
-                self.keeper.mark(LATEST, self.at.step)
+            self.keeper.mark(LATEST, self.at.step)
         if self.at.epoch_step:
             self._prune()
         return path
@@ -396,8 +394,7 @@ class Fit:
             return
         kept = [*self.setup.milestones, self.plan.best_epoch(self.progress.history) or 0]
         steps = [*ends[-self.setup.keep_epochs :], *(ends[epoch] for epoch in kept if 0 < epoch < len(ends))]
-        with keeper.writing():
-            keeper.prune(_KEPT_STEPS if self.at.epoch_step else 1, [keeper.folder_of(step) for step in steps])
+        keeper.prune(_KEPT_STEPS if self.at.epoch_step else 1, [keeper.folder_of(step) for step in steps])
 
     def _check_room(self, num_bytes: int) -> None:
         """Refuse a fit whose checkpoints, of so many bytes each, the disk cannot hold; looked at once."""

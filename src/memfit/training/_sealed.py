@@ -136,8 +136,9 @@ class SealedFolder:
     def mark(self, name: str, step: int) -> None:
         """Let a small text file of this name say which checkpoint is meant by it."""
         path, text = self.path / name, self.folder_of(step).name
-        if not path.is_file() or path.read_text() != text:
-            write_atomic(path, text)
+        with self.writing():
+            if not path.is_file() or path.read_bytes() != text.encode():
+                write_atomic(path, text)
 
     def prune(self, keep: int, spared: Collection[Path] = ()) -> None:
         """Remove sealed checkpoints beside the ``keep`` newest and the ``spared``; a newer one than was taken or sealed
@@ -145,9 +146,11 @@ class SealedFolder:
         if self.ranks is not None and self.ranks.rank:
             return
         found = [path for step, path in self._paths().items() if step <= self._newest_step and (path / SEAL).exists()]
-        for path in found[keep:]:
-            if path not in spared:
-                shutil.rmtree(path)
+        with self.writing():
+            for path in found[keep:]:
+                if path not in spared:
+                    os.replace(path / SEAL, path / _MARK)  # what a kill leaves of it is removed at the next start
+                    shutil.rmtree(path)
 
     def newest(self) -> Sealed | None:
         """Return the newest whole checkpoint; DamagedError if all are damaged: starting over silently would hide the
