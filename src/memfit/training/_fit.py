@@ -77,6 +77,8 @@ class Fit:
                 if self.step.team is not None:
                     self.step.team.fail(error)
                 raise
+            finally:
+                beat("end")  # what follows is the script's own
 
     @property
     def at(self) -> Position:
