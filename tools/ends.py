@@ -65,7 +65,7 @@ def floors() -> dict[str, str]:
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *(one for extra in EXTRAS for one in extras[extra])]
     lowest: dict[str, str] = {}
-    for name, version in re.findall(r"^([\w.-]+)>=([\d.]+)$", "\n".join(wanted), re.MULTILINE):
+    for name, version in re.findall(r"^([\w.-]+)>=([\d.]+)(?:,<[\d.]+)?$", "\n".join(wanted), re.MULTILINE):
         lowest[name] = max(lowest.get(name, version), version, key=lambda text: [int(part) for part in text.split(".")])
     return dict(sorted(lowest.items()))
 

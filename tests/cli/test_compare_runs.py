@@ -108,7 +108,7 @@ def test_to_name_what_does_not_differ_is_refused(make, run, name):
         {"max_parallel": 3, "retries": 0, "backend": "slurm", "on_failure": "stop"},
         {"notify": {"urls": ["mailto:x"]}, "track": {"tensorboard": True}},
         {"memory": {"num_gpus": 0, "limit": "8GiB"}, "slurm": {"nodes": 1, "partition": "gpu"}},
-        {"stages": {"fold": {"memory": "2GiB", "like": "other"}}},
+        {"stages": {"fold": {"memory": "2GiB", "gpu_memory": "1GiB"}}},
     ],
 )
 def test_settings_that_change_no_result_are_no_difference(make, run, top):

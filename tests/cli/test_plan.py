@@ -40,22 +40,6 @@ def test_the_job_of_report_3_is_refused_before_it_starts(memfit, report_3, tmp_p
     check_refused(memfit(*report_3("513GB\nfoo: 1")), "foo is no setting")
 
 
-def test_a_launch_is_laid_out_on_the_same_machine(memfit, report_3):
-    report_3("256GB")
-    words = "launch", "report3.yaml", "--on", "machine.yaml"
-    refused = memfit(*words)
-    assert (refused.exit_code, refused.out) == (3, "")
-    assert "report3 needs 293.00 GiB of each node" in refused.err and "machine.yaml has 238.42 GiB" in refused.err
-    assert "3 tasks a node: 219.44 GiB of each node (cost: 6 nodes for 16 ranks" in refused.err  # with its slack
-    small = memfit(*words, "--set", "resources.memory=45GB")
-    assert small.exit_code == 0 and "#SBATCH --nodes=4" in small.out and "--nproc-per-node=4" in small.out
-    check_refused(memfit(*words, "--set", "resources.ranks=17"), "17 ranks were asked for, and the machine has 4 x 4")
-    check_refused(memfit(*words, "--set", "slurm.nodes=2"), "ranks of a node: 8 of 4")
-    report_3("900GB\nshm: 8GiB")
-    shm = memfit(*words, "--set", "launch.shm=20GiB")
-    assert shm.exit_code == 3 and "in /dev/shm of each node" in shm.err
-
-
 def test_a_machine_or_a_file_for_the_plan_needs_a_plan(memfit, report_3):
     for flag in ("--on", "--out"):
         check_refused(memfit(*report_3("256GB")[:2], flag, "machine.yaml"), f"{flag} was given without --plan")

@@ -24,7 +24,7 @@ OTHERS = {
     ("jobs/_fork.py", "open"),
     ("jobs/_warm.py", "read_bytes"),
     ("jobs/_warm.py", "read_text"),
-    ("jobs/_nodes.py", "open"),
+    ("jobs/_shim.py", "open"),
 }
 
 

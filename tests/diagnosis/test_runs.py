@@ -61,11 +61,15 @@ def test_an_attempt_that_a_later_one_made_good_is_recovered(tmp_path):
     assert (found.kind, found.recovered) == ("host_alloc", True)
 
 
-def test_a_programs_own_error_is_no_shortage(tmp_path):
-    cause = "exit code 1 in phase train: ValueError: wrong shape"
-    found = diagnose(recorded(tmp_path, counters(0), counters(0), state="failed", code=1, cause=cause).path)
-    assert (found.cause, found.oom) == ("own_exception", False)
-    assert "ValueError: wrong shape" in found.evidence[0].text
+def test_a_job_that_was_killed_or_failed_is_named_before_one_that_was_stopped_for_it(tmp_path):
+    run = recorded(tmp_path, counters(0), counters(0), state="failed", code=1, cause="exit code 1: ValueError: bad")
+    (run.path / "jobs/fold_0").mkdir()
+    (run.path / "jobs/fold_0/outcome.json").write_text('{"state": "preempted", "exit_code": 75, "asked": true}')
+    assert diagnose(run.job_dir("fold_0")).cause == "cancelled"
+    found = diagnose(run.path)
+    assert (found.cause, found.oom) == ("own_exception", False) and "ValueError: bad" in found.evidence[0].text
+    (run.job_dir("fold_1") / "outcome.json").write_text('{"state": "failed", "exit_code": -9}')
+    assert diagnose(run.path).cause == "killed"
 
 
 def test_a_command_that_failed_without_a_traceback_has_no_phase_and_no_traceback_to_read(tmp_path):
@@ -163,12 +167,6 @@ def test_a_rank_that_was_lost_is_what_happened_to_a_job_whose_group_began_again(
         assert found.phase == ("unknown" if rank is None else "checkpoint")
 
 
-def test_a_damaged_record_is_passed_over(tmp_path):
-    run = recorded(tmp_path, counters(0), counters(0))
-    (run.job_dir("fold_1") / "outcome.json").write_text("{torn")
-    assert diagnose(run.path).cause == "unknown"
-
-
 ADMIT = {"kind": "admit", "job": "fold_1", "num_running": 1, "why": "", "reservation_bytes": 200 * MIB}
 LIMIT = {"name": "slurm", "source": "slurm", "limit_bytes": 1}
 BUDGET = {"kind": "budget", "job": None, "binding": LIMIT, "limits": [LIMIT], "headroom_bytes": 0, "reserve_bytes": 0,
@@ -222,6 +220,8 @@ def test_of_two_runs_each_tells_of_its_own_job(tmp_path):
     ]
 
 
-def test_evidence_of_other_types_is_passed_over(tmp_path):
+def test_evidence_of_other_types_and_a_damaged_record_are_passed_over(tmp_path):
     run = recorded(tmp_path, counters(0), counters(0), evidence={"oom_kills": 3, "rank": "one"})
     assert diagnose(run.path).kind == "host_kernel"
+    (run.job_dir("fold_1") / "outcome.json").write_text("{torn")
+    assert diagnose(run.path).cause == "unknown"

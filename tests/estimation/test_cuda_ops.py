@@ -203,17 +203,6 @@ def test_the_gradient_of_a_weight_takes_what_its_algorithm_makes_of_the_images(
     assert num_bytes in backward
 
 
-@pytest.mark.parametrize("is_on", [False, True])
-def test_algorithms_that_are_tried_first_are_noted(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", is_on)
-
-    def run(image: Tensor) -> Tensor:
-        return nn.functional.conv2d(image, torch.empty(8, 8, 3, 3))
-
-    notes = trace_operation(run, lambda: torch.empty(4, 8, 16, 16)).notes
-    assert any("cudnn.benchmark is on" in note for note in notes) == is_on
-
-
 @pytest.mark.parametrize(("kind", "kept_each"), [("LSTM", 6), ("GRU", 7), ("RNN", 2)])
 @pytest.mark.parametrize("is_bidirectional", [False, True])
 def test_recurrent_layers_keep_what_was_measured_on_a_gpu(kind: str, kept_each: int, is_bidirectional: bool) -> None:

@@ -1,4 +1,4 @@
-"""A trace that takes too long is made at smaller sizes; experts are counted at a balanced and the worst load."""
+"""A trace that takes too long is made at smaller sizes."""
 
 import pytest
 
@@ -7,7 +7,6 @@ torch = pytest.importorskip("torch")
 import memfit  # noqa: E402
 from memfit.errors import OutOfTimeError, UntraceableError  # noqa: E402
 from memfit.estimation import (  # noqa: E402
-    Setup,
     estimate_step,
     fit,
     limit_time,
@@ -102,53 +101,7 @@ def test_what_a_fit_leaves_is_its_width():
     assert unsteady.value < unsteady.upper
 
 
-class Experts(torch.nn.Module):
-    """Routes each row to some of four experts: ``pick`` finds the rows of one."""
-
-    def __init__(self, choose, pick, width=256):
-        super().__init__()
-        self.gate, self.choose, self.pick = torch.nn.Linear(width, 4), choose, pick
-        self.experts = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(4)
-        )
-
-    def forward(self, rows):
-        chosen, result = self.choose(self.gate(rows)), torch.zeros_like(rows)
-        for number, expert in enumerate(self.experts):
-            own = self.pick(chosen, number)
-            result = result.index_add(0, own, expert(rows[own]))
-        return result
-
-
-PICKS = {
-    "two dimensions": lambda chosen, number: torch.where(chosen == number)[0],
-    "one dimension": lambda chosen, number: torch.where((chosen == number).any(-1))[0],
-    "one hot": lambda chosen, number: torch.where(torch.nn.functional.one_hot(chosen, 4).permute(2, 1, 0)[number])[1],
-    "nonzero": lambda chosen, number: (chosen == number).any(-1).nonzero()[:, 0],
-}
-
-
-@pytest.mark.parametrize(("name", "count"), [*((name, 2) for name in PICKS), ("one dimension", 1)])
-def test_experts_are_answered_for_a_balanced_and_the_worst_load(name, count):
-    def choose(scores):
-        return scores.topk(2).indices if count == 2 else scores.argmax(-1, keepdim=True)
-
-    def estimate_with(pick):
-        return memfit.estimate(lambda: Experts(choose, pick), torch.zeros(4096, 256), setup=Setup(dtype="fp32"))
-
-    def first(share):  # rows that no value decides
-        return lambda chosen, number: torch.arange(max(int(len(chosen) * share(number)), 1))
-
-    found = estimate_with(PICKS[name])
-    even, worst = estimate_with(first(lambda _: count / 4)), estimate_with(first(lambda number: number < count))
-    tensors, least, most = (one.device["allocated_bytes"] for one in (found, even, worst))
-    assert tensors.value == pytest.approx(least.value, rel=0.03)
-    assert tensors.upper >= most.upper and most.value > least.value
-    [note] = found.notes
-    assert note.startswith("experts: ") and "if all get the same number of tokens" in note
-
-
-def test_a_mask_that_no_router_made_still_picks_all_elements():
+def test_a_mask_picks_all_elements():
     def loss(model, batch):
         rows = model(batch)
         return rows[rows.sum(-1) > 0].sum()

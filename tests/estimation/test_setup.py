@@ -29,6 +29,7 @@ def test_a_setup_is_a_key_and_cannot_be_changed():
         ({"strategy": "fsdp"}, "--strategy fsdp on one device"),
         ({"master_weights": True, "dtype": "bf16-amp"}, "--train master_weights=true with --dtype bf16-amp"),
         ({"quantization": "nf4"}, "--train quantization=nf4 without --lora"),
+        ({"quantization": "int8", "lora_rank": 8}, "--train quantization=int8\\."),
     ],
 )
 def test_a_setup_that_contradicts_itself_is_refused(given, said):

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -72,7 +73,7 @@ def test_a_torn_checkpoint_is_passed_over_and_a_damaged_one_is_named(tmp_path):
     (tmp_path / "checkpoint-8" / "SEAL.json").rename(tmp_path / "checkpoint-8" / ".unsealed")
     (tmp_path / "checkpoint-6" / "optimizer.pt").write_bytes(b"cut")
     exact(trainer := bert.make(tmp_path))
-    with pytest.warns(CheckpointWarning, match=r"optimizer.pt differs from its hash. Taken instead: checkpoint-3"):
+    with pytest.warns(CheckpointWarning, match=r"optimizer.pt differs from its checksum. Taken instead: checkpoint-3"):
         trainer.train()
     assert bert.digest(trainer) == whole()
 
@@ -283,6 +284,14 @@ def test_a_checkpoint_that_the_model_cannot_load_is_named(tmp_path):
     assert bert.child(tmp_path, at=4)[0] == 75
     with pytest.raises(UsageError, match=r"checkpoint-5 cannot be loaded: RuntimeError: "):
         bert.train(tmp_path, net=bert.model(max_position_embeddings=9))
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused_at_its_resume(tmp_path):
+    net = bert.model()
+    net._keys_to_ignore_on_save = ["bert.embeddings.position_embeddings.weight"]
+    assert bert.child(tmp_path, net=net, at=4)[0] == 75
+    with pytest.raises(UsageError, match=r"other weights than the model: bert.*position_embeddings"):
+        bert.train(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["the model", "a part", "in place"])
@@ -498,20 +507,31 @@ def test_the_seal_says_what_stays_unproved(tmp_path):
     assert facts["identity"]["stream"] == 1 and facts["environment"]["torch"] == torch.__version__
 
 
-def test_integrations_load_no_framework_and_a_missing_one_names_its_extra():
-    code = """
+@pytest.mark.parametrize("name", ["huggingface", "lightning", "accelerate"])
+def test_integrations_load_no_framework_and_a_missing_one_names_its_extra(name):
+    code = f"""
 import sys
 import memfit.integrations
-assert not {"torch", "transformers", "accelerate", "lightning"} & sys.modules.keys()
-sys.modules["transformers"] = None
+assert not {{"torch", "transformers", "accelerate", "lightning"}} & sys.modules.keys()
+sys.modules["{name.replace("huggingface", "transformers")}"] = None
 try:
-    import memfit.integrations.huggingface
+    import memfit.integrations.{name}
 except memfit.errors.MissingExtraError as error:
-    assert "memfit[huggingface]" in str(error), error
+    assert "memfit[{name}]" in str(error), error
 else:
     raise AssertionError
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["transformers", "lightning", "accelerate"])
+def test_a_framework_is_allowed_up_to_the_newest_that_was_tried(name):
+    page, project = (
+        Path(__file__).parents[2].joinpath(one).read_text() for one in ("docs/support.md", "pyproject.toml")
+    )
+    major, minor = re.search(rf"(?mi)^\| {name} \|.*\| (\d+)\.(\d+)[\d.]* \|[^|]*\|$", page).groups()
+    assert set(re.findall(rf'"{name}>=[\d.]+,<([\d.]+)"', project)) == {f"{major}.{int(minor) + 1}"}
 
 
 def test_a_model_that_is_published_under_other_names_is_resumed(tmp_path):

@@ -17,6 +17,7 @@ pytestmark = [
 ]
 transformers = pytest.importorskip("transformers")
 
+import forked  # noqa: E402
 from integrations import bert  # noqa: E402
 from memfit.errors import DoesNotFitError, SampleTooLargeError, UsageError  # noqa: E402
 from memfit.integrations.huggingface import exact, stoppable  # noqa: E402
@@ -143,31 +144,12 @@ def test_as_long_as_all_fits_recovery_changes_no_byte(tmp_path, settings):
 def test_memory_that_is_really_short_is_survived_and_the_events_say_so(tmp_path, monkeypatch):
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
     monkeypatch.setenv(JOB_ID_VARIABLE, "fold_1")
-    code, found = forked(tmp_path / "own", "labels", Short("limit"), stoppable)
-    assert code == 0 and found == by_hand(tmp_path / "hand", "labels")
+    found = forked.call(train, tmp_path / "own", "labels", Short("limit"), stoppable)
+    assert found == by_hand(tmp_path / "hand", "labels")
     events = [event for event in read_events(tmp_path / "events") if event["kind"] in ("oom", "microbatch", "retry")]
     assert [event["kind"] for event in events] == ["oom", "microbatch", "retry"]
     assert events[0] | {"memory": "host", "epoch": 1, "step": FIRST + 1, "phase": "forward"} == events[0]
     assert (events[1]["previous_size"], events[2]["size"]) == (4, 2)
-
-
-def forked(*arguments, **settings):
-    """Train in a child; return its exit code, and the digest if it came to the end."""
-    receiver, sender = os.pipe()
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            os.write(sender, repr(train(*arguments, **settings)).encode())
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        finally:
-            os._exit(code)
-    os.close(sender)
-    with open(receiver) as told:
-        text = told.read()
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), eval(text) if text else None
 
 
 def test_a_largest_batch_that_must_be_split_passes_the_rehearsal(tmp_path):

@@ -212,11 +212,16 @@ def test_another_rate_is_refused_or_taken(tmp_path, whole, events):  # noqa: F81
 
 
 class Whole(Module):
-    """It has loaders, and a schedule that follows the epoch's mean of what its steps logged."""
+    """It has loaders, and a schedule and a callback that follow what metrics have gathered in an epoch."""
 
     def __init__(self, at):
         super().__init__(at)
-        self.mean = torchmetrics.MeanMetric()
+        errors = {name: torchmetrics.MeanAbsoluteError() for name in "ab"}
+        self.mean, self.pair = torchmetrics.MeanMetric(), torchmetrics.MetricCollection(errors)
+        self.figures = []
+
+    def on_train_epoch_end(self):
+        self.figures.append([float(self.trainer.callback_metrics[name]) for name in ("mean", "a", "b")])
 
     def train_dataloader(self):
         batches = torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(Samples()), 4, drop_last=False)
@@ -229,6 +234,8 @@ class Whole(Module):
         loss = super().training_step(batch, batch_idx)
         self.mean(loss.detach())
         self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.pair.update(loss.detach()[None], torch.zeros(1))
+        self.log_dict(self.pair, on_step=False, on_epoch=True)
         self.log("again", loss, on_step=True, on_epoch=True)
         return loss
 
@@ -256,10 +263,10 @@ class Data(LightningDataModule):
 
 
 def train_whole(folder, at, *, data=None):
-    module, trainer = Whole(at), make_trainer(max_epochs=6, callbacks=[EarlyStopping("again_epoch", patience=2)])
+    module, callbacks = Whole(at), [EarlyStopping("b", patience=2)]
+    trainer = make_trainer(max_epochs=6, max_steps=18, check_val_every_n_epoch=2, callbacks=callbacks)
     Exact(folder, seed=1, every=2).fit(trainer, module, data)
-    figures = {name: float(value) for name, value in trainer.callback_metrics.items() if name in ("mean", "again")}
-    return digest(module, trainer.optimizers[0]), module.seen, figures, trainer.current_epoch
+    return digest(module, trainer.optimizers[0]), module.seen, module.figures, trainer.current_epoch
 
 
 @pytest.fixture(scope="module")
@@ -268,15 +275,17 @@ def whole_alone(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("epoch, batch", [(0, 2), (1, 3), (2, 0)])
-def test_loaders_of_a_module_and_means_of_an_epoch(tmp_path, whole_alone, epoch, batch):
+@pytest.mark.parametrize("place, epoch, batch", [("batch", 0, 2), ("batch", 2, 3), ("evaluation", 1, 0)])
+def test_loaders_of_a_module_and_metrics_of_an_epoch(tmp_path, whole_alone, place, epoch, batch):
     whole, folder = whole_alone, tmp_path / "part"
     assert whole[1][:5] != whole[1][5:10]
-    data = Data() if epoch == 1 else None
-    assert in_child(train_whole, folder, ("batch", epoch, batch))[0] == 75, said(folder)
+    assert all(mean == pytest.approx(a) and a == b for mean, a, b in whole[2]), "the trial is in none"
+    data = Data() if epoch == 2 else None
+    assert in_child(train_whole, folder, (place, epoch, batch))[0] == 75, said(folder)
     code, part = in_child(train_whole, folder, data=data)
-    assert (code, part[0], part[2], part[3]) == (0, whole[0], whole[2], whole[3]), said(folder)
-    assert part[1] == whole[1][-len(part[1]) :]
+    assert (code, part[0], part[3]) == (0, whole[0], whole[3]), said(folder)
+    assert (part[1], part[2]) == (whole[1][-len(part[1]) :], whole[2][-len(part[2]) :])
+    assert ("means of self.log begin anew" in said(folder)) == (place == "batch")
     again = in_child(train_whole, folder)[1]
     assert (again[0], again[1]) == (whole[0], [])  # also where it ended early, it has ended
 
@@ -412,6 +421,7 @@ class Looking(Callback):
         (lambda: Unscheduled(ignore), None, {}, "unsaved_schedule"),
         (lambda: Beside(ignore), None, {}, "unsaved_weights"),
         (lambda: Idle(ignore), None, {}, "No optimizer"),
+        (lambda: Whole(ignore), None, {"callbacks": [EarlyStopping("again_epoch")]}, "follows 'again_epoch'"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_before_the_first_step(tmp_path, module, data, options, named):
@@ -501,7 +511,6 @@ def test_a_fit_leaves_no_hook_behind_for_the_next_one_of_its_process(tmp_path):
         trainer = make_trainer(max_epochs=1)
         Exact(tmp_path / str(number), seed=1, every=2).fit(trainer, module, loader())
         assert not optimizer._optimizer_step_post_hooks
-        assert "_on_after_fetch" not in vars(trainer.fit_loop.epoch_loop)
     assert set(seen) == {1}
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("lightning")
 
+import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
 
 import ranked
@@ -31,10 +32,12 @@ class Module(LightningModule):
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 1))
         self.at, self.seen, self.means, self.losses = at, [], [], []
+        self.mean = torchmetrics.MeanMetric()
 
     def training_step(self, batch, batch_idx):
         loss = self.net(batch[1]).square().mean()
-        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.mean(loss.detach())
+        self.log("loss", self.mean, on_step=False, on_epoch=True)
         self.seen.append(ids(batch))
         self.losses.append(float(loss.detach()))
         self.batch_idx = batch_idx

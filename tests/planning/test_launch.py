@@ -47,7 +47,7 @@ HOSTILE = [
 NODES = {
     "experiment": "trajectory", "stages": {"train": {"run": ["python", "train.py"]}},
     "resources": {"ranks": 16, "memory": "52GiB"}, "memory": {"num_gpus": 16, "slack": 0.25}, "slurm": {"nodes": 4},
-    "launch": {"cpus_per_rank": 3, "num_epochs": 40, "epoch_seconds": 2700.0},
+    "launch": {"start_with": "srun", "cpus_per_rank": 3, "num_epochs": 40, "epoch_seconds": 2700.0},
 }  # fmt: skip
 SERVICE = {
     "experiment": "recipes", "stages": {"train": {"run": ["python", "train.py"]}}, "resources": {"memory": "28GiB"},
@@ -99,26 +99,19 @@ def options(text):
 
 @pytest.mark.proves("S1-38", "S3-16")
 def test_the_header_of_a_job_of_four_nodes_is_consistent():
-    launch = made(start_with="srun")
+    launch = made()
     given = options(render(launch, "sbatch"))
     assert (given["nodes"], given["ntasks-per-node"], given["ntasks"]) == ("4", "4", "16")
     assert (given["cpus-per-task"], given["gres"]) == ("3", "gpu:4")
     assert given["mem"] == "260G"  # 4 x 52 GiB, a quarter more; memfit itself does not run there
-    assert made().memory == Amount(261 * GIB, "node")
     assert given["time"] == "1-13:30:00"  # 40 epochs of 45 minutes, a quarter more
     assert given["signal"] == "TERM@120" and "requeue" in given
 
 
-def test_torchrun_is_one_task_a_node_with_the_cores_of_all_its_ranks():
-    text = render(made(), "sbatch")
-    given = options(text)
-    assert (given["ntasks-per-node"], given["ntasks"], given["cpus-per-task"]) == ("1", "4", "12")
-    assert "--nnodes=4" in text and "--nproc-per-node=4" in text and "--no-python python train.py" in text
-    assert "memfit run --retries 0 --grace 60 --name trajectory-" in text
-
-
 def test_on_one_node_memfit_runs_the_config_with_the_settings_that_were_given():
-    one = NODES | {"slurm": {"nodes": 1}, "backend": "slurm"}
+    with pytest.raises(ConfigError, match="nodes is 4, and launch"):
+        made(start_with="memfit")
+    one = NODES | {"slurm": {"nodes": 1}, "backend": "slurm", "launch": {"cpus_per_rank": 3}}
     words = made(one, "seed=3", "launch.num_epochs=2").command
     assert words == ("memfit", "run", "job.yaml", "--set", "seed=3", "--set", "backend=local")
     assert "exec memfit run job.yaml --set seed=3" in render(made(one, "seed=3"), "sbatch")
@@ -147,7 +140,7 @@ def test_what_is_no_single_command_is_not_started_on_several_nodes(stages, what)
 def test_words_of_the_command_reach_the_training_as_they_are():
     stages = {"train": {"run": ["python", "train.py", "a b; $HOME", "{params.lr}", "{seed}", "{x}"]}}
     text = render(made(NODES | {"stages": stages, "params": {"lr": 0.1}, "seed": 7}), "sbatch")
-    words = shlex.split(shlex.split(text.partition("sh -c ")[2].partition("\n")[0])[0])
+    words = shlex.split(text.partition("--wait=60 ")[2].partition("\n")[0])
     assert words[-5:] == ["train.py", "a b; $HOME", "0.1", "7", "{x}"]
 
 
@@ -235,7 +228,7 @@ def test_more_than_a_node_has_is_refused_with_the_arithmetic():
     ("changes", "what"),
     [
         ({"resources": {}}, "the memory of train is not known"),
-        ({"launch": {"env": {"HF_TOKEN": "abc"}}}, "launch.env.HF_TOKEN looks like a secret"),
+        ({"launch": {"start_with": "srun", "env": {"HF_TOKEN": "abc"}}}, "launch.env.HF_TOKEN looks like a secret"),
         ({"stages": {"a": {"run": ["train", "--api-key=abc"]}}}, "the command looks like a secret"),
         ({"launch": {"data": ["a\nb"]}}, "launch.data"),
         ({"launch": {"num_epochs": 2, "epoch_seconds": 1e308}}, "launch.epoch_seconds must be less than"),
@@ -245,7 +238,7 @@ def test_more_than_a_node_has_is_refused_with_the_arithmetic():
 )
 def test_what_cannot_be_right_is_refused(changes, what):
     with pytest.raises(ConfigError, match=what):
-        made(NODES | {"launch": {}} | changes)
+        made(NODES | {"launch": {"start_with": "srun"}} | changes)
 
 
 def test_loaders_without_a_model_make_no_request(monkeypatch):
@@ -294,7 +287,7 @@ def test_a_kubernetes_job_requests_the_planned_peak_and_a_stop_does_not_count_as
     for one in ("../shared", "./", "/dev/shm"):
         with pytest.raises(UsageError, match=rf"{normpath(one)} cannot be a part of a claim"):
             render(made(SERVICE, data=[one]), "kubernetes")
-    with pytest.raises(UsageError, match="has 4 nodes"):
+    with pytest.raises(UsageError, match="has ranks that srun starts"):
         render(made(), "kubernetes")
 
 
@@ -334,7 +327,9 @@ def _settings(name, of=lambda text: text):
 FIELDS = {
     "why": lambda text, launch: replace(launch, memory_why=repr(text), shm_why=repr(text)),
     "command": lambda text, launch: replace(launch, command=("python", "train.py", text)),
-    "ranks": lambda text, launch: replace(launch, command=("python", "train.py", text), is_split=True),
+    "ranks": lambda text, launch: replace(
+        launch, command=("train.py", text), settings=LaunchSettings(start_with="srun")
+    ),
     "env": lambda text, launch: replace(launch, env=LaunchSettings.model_validate({"env": {"A": text}}).env),
     **{
         name: (lambda text, launch, name=name: replace(launch, slurm={name: text}))

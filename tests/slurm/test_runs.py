@@ -499,11 +499,12 @@ time.sleep(3 * (sys.argv[1] != "first"))
 @pytest.mark.long
 def test_slurm_takes_the_script_and_two_nodes_train_as_one(cluster, tmp_path):
     (tmp_path / "train.py").write_text(
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "x = torch.ones(1) * dist.get_rank()\n"
+        "import os, torch, torch.distributed as dist\n"
+        "rank = int(os.environ['SLURM_PROCID'])\n"
+        "dist.init_process_group('gloo', f'file://{os.getcwd()}/meet', rank=rank, world_size=4)\n"
+        "x = torch.ones(1) * rank\n"
         "dist.all_reduce(x)\n"
-        "open(f'sum_{dist.get_rank()}', 'w').write(f'{x.item()} of {dist.get_world_size()}')\n"
+        "open(f'sum_{rank}', 'w').write(f'{x.item()} of {dist.get_world_size()}')\n"
         "dist.destroy_process_group()\n"
     )
     config = {
@@ -511,6 +512,7 @@ def test_slurm_takes_the_script_and_two_nodes_train_as_one(cluster, tmp_path):
         "stages": {"train": {"run": ["python", "train.py"]}},
         "resources": {"ranks": 4, "memory": "400MiB"},
         "slurm": {"nodes": 2},
+        "launch": {"start_with": "srun"},
     }
     (tmp_path / "job.yaml").write_text(json.dumps(config))
 

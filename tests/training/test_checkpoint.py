@@ -196,7 +196,7 @@ def test_a_fit_that_lost_its_last_checkpoint_ends_with_the_same_bytes(folder):
 def test_when_no_checkpoint_is_whole_the_fit_does_not_start_over_silently(folder):
     for path in folder.glob("step-*/parts.pt"):
         os.truncate(path, 40)
-    with pytest.raises(DamagedError, match="differs from its hash"):
+    with pytest.raises(DamagedError, match="differs from its checksum"):
         train_to(folder, 3, values=[1.0])
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 import ranked
 from memfit.errors import DamagedError, JobFailedError, MemfitError, UsageError
@@ -53,6 +54,29 @@ def test_one_byte_of_a_file_of_several_parts_is_seen(tmp_path, place):
         file.write(b"x")
     with pytest.raises(DamagedError, match="weights differs"):
         folder.newest()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_each_bit_of_a_file_of_torch_counts(tmp_path, is_whole):
+    folder, state = SealedFolder(tmp_path), {"a": torch.arange(100.0), "b": "text"}
+    path = folder.begin(1) / "weights.pt"
+    torch.save(state, path)
+    if not is_whole:  # shards are archives one after the other
+        path.write_bytes(path.read_bytes() * 2)
+    folder.seal(1, {})
+    whole = path.read_bytes()
+    assert folder.newest().step == 1
+    for place in range(0, len(whole), 37):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            assert folder.newest().step == 1
+        except DamagedError:
+            continue
+        assert is_whole and same(torch.load(path, weights_only=True), state), place  # padding, or what stands twice
+
+
+def same(one, other):
+    return one["b"] == other["b"] and torch.equal(one["a"], other["a"])
 
 
 def test_what_others_wrote_is_left_alone(tmp_path):
@@ -136,7 +160,7 @@ def test_in_slurm_alone_a_slow_save_says_what_signal_it_needs(job, seconds, told
 def test_a_seal_of_a_later_version_is_refused_and_not_taken_for_damage(tmp_path):
     folder = SealedFolder(tmp_path)
     seal = write(folder, 1) / "SEAL.json"
-    seal.write_text(seal.read_text().replace('"memfit_seal": 3', '"memfit_seal": 4'))
+    seal.write_text(seal.read_text().replace('"memfit_seal": 4', '"memfit_seal": 5'))
     with pytest.raises(UsageError, match="another version"):
         folder.newest()
 

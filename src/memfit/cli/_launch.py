@@ -11,12 +11,12 @@ from typer import Option
 
 from memfit import slurm
 from memfit.amounts import Amount
-from memfit.cli._settings import flag, join, set_flag, settings_of, tight_flag, with_flags
+from memfit.cli._settings import join, set_flag, settings_of, tight_flag, with_flags
 from memfit.cli._terminal import AsJson, answer, console
 from memfit.errors import UsageError
 from memfit.memory import Budget
 from memfit.pipeline import plan_launch
-from memfit.planning import Launch, LaunchFormat, Machine, render
+from memfit.planning import Launch, LaunchFormat, render
 from memfit.units import format_bytes
 
 
@@ -24,7 +24,6 @@ from memfit.units import format_bytes
 class Flags:
     """The flags of this verb."""
 
-    on: Path | None = flag("Lay it out on the machine that this file describes.", "YAML")
     accept_tight: bool = tight_flag()
     set_: list[str] | None = set_flag()
     as_json: AsJson = False
@@ -42,7 +41,6 @@ def launch(
     \b
     memfit launch config.yaml
     memfit launch config.yaml | sbatch
-    memfit launch config.yaml --on machine.yaml
     memfit launch config.yaml --format kubernetes | kubectl apply -f -
 
     It changes nothing. Memory and /dev/shm follow from the plan (memfit run config.yaml
@@ -50,13 +48,8 @@ def launch(
 
     Exit codes: 0 done, 2 bad settings, 3 more memory than a node has, or tight (under 5 % left).
     """
-    machine = Machine.read(flags.on) if flags.on is not None else None
-    made = plan_launch(config, overrides=join(settings_of(flags), flags.set_), machine=machine, form=format_)
-    notes = []
-    if machine is not None:
-        made.check_machine(machine, str(flags.on))
-    elif note := _check_room(made, format_):
-        notes.append(note)
+    made = plan_launch(config, overrides=join(settings_of(flags), flags.set_), form=format_)
+    notes = [note] if (note := _check_room(made, format_)) else []
     text = render(made, format_)
     answer({"format": format_, "text": text, "figures": made.figures(), "notes": notes}, flags.as_json, [text.rstrip()])
     for note in () if flags.as_json else notes:

@@ -10,7 +10,6 @@ from memfit._lazy import load_lazily
 from memfit.config._problems import ARGUMENT as ARGUMENT
 from memfit.config._problems import DEFAULT as DEFAULT
 from memfit.config._problems import Override as Override
-from memfit.config._problems import variable as variable
 from memfit.config._resolve import INTERNAL_VARIABLES as INTERNAL_VARIABLES
 from memfit.config._resolve import Resolved as Resolved
 from memfit.config._resolve import read_file as read_file
@@ -21,7 +20,6 @@ from memfit.config._types import Settings as Settings
 from memfit.config._types import differences as differences
 from memfit.config._types import fingerprint as fingerprint
 from memfit.config._types import read_plain as read_plain
-from memfit.config._types import size_text as size_text
 from memfit.config._types import to_plain as to_plain
 
 if TYPE_CHECKING:

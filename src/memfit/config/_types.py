@@ -35,7 +35,7 @@ def _parse_size(value: object) -> int:
     raise ValueError("must be a size of 1MiB or more, such as 8GiB; a bare number is bytes")
 
 
-def size_text(count: int) -> str | int:
+def _size_text(count: int) -> str | int:
     """Return a size as a settings file takes it: with the largest unit that is exact, or as a number of bytes."""
     for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if count and count % factor == 0:
@@ -45,7 +45,7 @@ def size_text(count: int) -> str | int:
 
 #: A setting in bytes of memory: an ``int`` that may be given as ``8GiB``, and is written back in such a form. Less than
 #: 1 MiB, and not 0, was meant otherwise, and is refused.
-ByteSize = Annotated[int, BeforeValidator(_parse_size), PlainSerializer(size_text, when_used="json")]
+ByteSize = Annotated[int, BeforeValidator(_parse_size), PlainSerializer(_size_text, when_used="json")]
 
 
 def to_plain(value: Any) -> Any:

@@ -30,15 +30,14 @@ from memfit.rundir import OUTCOME, STATUS, EventTail, JobState, RunDir, RunState
 from memfit.units import format_bytes, format_count, format_duration, list_some, natural_order
 
 T = TypeVar("T")
-_Count = tuple[int | None, int | None]  # before a job, and after it
 #: Files of a folder that are logs.
 LOGS = ("*.out", "*.err", "*.log", "*.txt", "*.gz", "*.out.*", "*.err.*", "*.log.*")
 _SIGKILL, _SHELLS_SIGKILL = -9, 137  # as Python counts, and as a shell or srun does
 _NONE = type(None)
 _COUNTS = ({"own": (int, _NONE), "above": ({str: int}, _NONE)}, _NONE)
 #: The fields of a status's evidence that are read; evidence with other types is passed over.
-_EVIDENCE: dict[str, Any] = dict.fromkeys(("rank", "wall_bytes", "data_limit_bytes"), (int, _NONE))
-_EVIDENCE |= {"oom_kills": ({"before": _COUNTS, "after": _COUNTS}, _NONE)}
+_EVIDENCE = {"oom_kills": ({"before": _COUNTS, "after": _COUNTS}, _NONE), "rank": (int, _NONE)}
+_EVIDENCE |= dict.fromkeys(("wall_bytes", "data_limit_bytes"), (int, _NONE))
 #: States under another heading, and those under their own.
 _STATES = {"completed": "success", "timeout": "walltime"}
 _STATES |= {name: name for name in ("preempted", "cancelled", "node_fail")}
@@ -252,10 +251,9 @@ def _survived(path: Path, run: Run, failed: Collection[str]) -> Iterator[Sign]:
             lost[job] = line, event
         elif kind == "ranks_again":
             line, event = lost.pop(job, (line, event))
-            place, rank = event.get("place"), event.get("rank")
             values = {"job": job, "recovered": job not in failed, "folder": run.dir.job_dir(job)}
-            values |= {"phase": _PHASES.get(str(place), "train")} if place else {}
-            values |= {"rank": rank} if isinstance(rank, int) else {}
+            values |= {"phase": _PHASES.get(str(place), "train")} if (place := event.get("place")) else {}
+            values |= {"rank": rank} if isinstance(rank := event.get("rank"), int) else {}
             yield Sign("rank_lost", (line,), values | {"text": str(event.get("text")).removeprefix(f"{job} ")})
         elif kind in _EVENTS and (kind != "loader_worker_died" or event.get("exit_code") == _SIGKILL):
             of_host = kind == "oom" and "device" not in str(event.get("memory"))
@@ -283,7 +281,7 @@ def _limit_of(evidence: Mapping[str, Any], job: JobState | None, state: RunState
 
 
 def _ends_of(folder: Path, state: RunState | None) -> Iterator[Sign]:
-    """Yield how each attempt ended; nothing for one that still runs, or of which nothing is known."""
+    """Yield how each attempt ended, as far as known."""
     ended = folder / OUTCOME
     last = ended if ended.is_file() else folder / STATUS  # it still runs, or its watcher died
     paths = [*sorted(folder.glob("outcome_*.json"), key=natural_order), last]
@@ -297,26 +295,26 @@ def _ends_of(folder: Path, state: RunState | None) -> Iterator[Sign]:
         counts = [(before.get("own"), after.get("own"))]
         counts += [(count, above.get(group)) for group, count in (before.get("above") or {}).items()]
         name, who = _judge(record, evidence, counts)
-        known = {
-            "used_bytes": record.get("peak_bytes") or None,
-            "limit_bytes": _limit_of(evidence, job, state),
-            "rank": evidence.get("rank"),
-            **(_place_of(job) if job else {}),
-        }
+        known = {"used_bytes": record.get("peak_bytes") or None, "limit_bytes": _limit_of(evidence, job, state)}
+        known |= {"rank": evidence.get("rank")} | (_place_of(job) if job else {})
         values: dict[str, Any] = {"who": who, "job": folder.name, "attempt": int(record.get("attempt") or 1)}
         values |= {"phase": record.get("phase") or ""} | {key: one for key, one in known.items() if one is not None}
         values["recovered"] = records[-1][1]["state"] == "completed" and not is_last
-        if name == "killed":  # the count of its own cgroup stood still: somebody else killed it, and not for memory
+        if name == "killed":  # its own cgroup's count stood still: it was not killed for memory
             values["stranger"] = None not in counts[0]
         if name:
             text = f"{folder.name}: {record['state']}{cause and ': '}{cause}"
             yield Sign(name, (Line(str(path), 1, text),), values)
 
 
-def _judge(record: Mapping[str, Any], evidence: Mapping[str, Any], counts: Sequence[_Count]) -> tuple[str, str]:
+def _judge(
+    record: Mapping[str, Any], evidence: Mapping[str, Any], counts: Sequence[tuple[int | None, int | None]]
+) -> tuple[str, str]:
     """The heading for the end of a job, and who ended it, by the counts of kills."""
     state, code, is_own = record["state"], record.get("exit_code"), _NAME.search(str(record.get("cause")))
     is_killed = code in (_SIGKILL, _SHELLS_SIGKILL)
+    if state == "preempted" and record.get("asked"):
+        state = "cancelled"
     if state != "out_of_memory":
         ended = "hang" if code == PeerFailedError.exit_code else "own_exception" if is_own else "exit_status"
         name = "killed" if code == _SIGKILL else ended if state == "failed" else ""

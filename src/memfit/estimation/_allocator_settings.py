@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 from memfit.checks import Check, Verdict
 from memfit.errors import ConfigError, nearest
@@ -16,7 +17,6 @@ from memfit.units import MIB
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PARSER = "c10/core/AllocatorConfig.cpp (torch 2.13)"
 _CUDA_PARSER = "c10/cuda/CUDAAllocatorConfig.h (torch 2.13)"
-_ALLOCATOR = "c10/cuda/CUDACachingAllocator.cpp (torch 2.13)"
 #: What expandable segments do not go with, and why.
 _BESIDE_EXPANDABLE = {
     **dict.fromkeys(
@@ -29,28 +29,28 @@ _BESIDE_EXPANDABLE = {
 _REFUSES = "torch refuses it when it is imported, also in a build for the CPU"
 _ALONE = "expandable_segments:True alone: it is what prevents fragmentation; the others are for drivers without it"
 
-#: Says what is wrong with a value; "" if nothing is.
-_Rule = Callable[[str], str]
+
+class _Rule(NamedTuple):
+    holds: Callable[[str], bool]
+    words: str
+    example: str
 
 
-def _rule(holds: Callable[[str], bool], words: str) -> _Rule:
-    return lambda value: "" if holds(value) else f"must {words}"
-
-
-def _at_least(least: int) -> _Rule:
-    return _rule(lambda value: value.isdigit() and int(value) >= least, f"be a whole number of at least {least}")
+def _at_least(least: int, example: str = "128") -> _Rule:
+    return _Rule(
+        lambda value: value.isdigit() and int(value) >= least, f"be a whole number of at least {least}", example
+    )
 
 
 def _one_of(*known: str) -> _Rule:
-    return _rule(known.__contains__, f"be {' or '.join(known)}")
+    return _Rule(known.__contains__, f"be {' or '.join(known)}", known[0])
 
 
-def _is_share(value: str, *, ends: bool = False) -> bool:
+def _number(value: str) -> float:
     try:
-        number = float(value)
+        return float(value)
     except ValueError:
-        return False
-    return 0.0 < number < 1.0 or (ends and number in (0.0, 1.0))
+        return math.nan
 
 
 def _are_divisions(value: str) -> bool:
@@ -73,20 +73,22 @@ pinned_use_cuda_host_register pinned_use_hip_host_register graph_capture_record_
 throw_on_cudamalloc_oom
 """
 _COUNTS = "pinned_max_round_threshold_mb pinned_max_cached_size_mb pinned_reserve_segment_size_mb"
-_DIVISIONS = _rule(_are_divisions, "be a power of 2, or a list such as [256:1,512:2,>:4]")
-#: The rule and a good value for each key of torch 2.6 to 2.13.
-KEYS: Mapping[str, tuple[_Rule, str]] = {
-    "max_split_size_mb": (_at_least(20), "128"),  # where large_segment_size_mb is set, at least that
-    "max_non_split_rounding_mb": (_at_least(20), "128"),
-    "large_segment_size_mb": (_at_least(11), "128"),
-    "garbage_collection_threshold": (_rule(_is_share, "lie between 0 and 1, and be neither"), "0.8"),
-    "roundup_power2_divisions": (_DIVISIONS, "4"),
-    "backend": (_one_of("native", "cudaMallocAsync", "hipMallocAsync"), "native"),
-    "pinned_num_register_threads": (_at_least(1), "8"),
-    "per_process_memory_fraction": (_rule(partial(_is_share, ends=True), "lie from 0 to 1"), "0.9"),
-    **dict.fromkeys(_BOOLEANS.split(), (_one_of("True", "False"), "True")),
-    **dict.fromkeys(_COUNTS.split(), (_at_least(0), "128")),
-    **dict.fromkeys(("expandable_segments_reserve", "expandable_segments_reserve_by_class"), (lambda _: "", "128")),
+_ANY = _Rule(lambda _: True, "", "128")
+#: What each key of torch 2.6 to 2.13 takes.
+KEYS: Mapping[str, _Rule] = {
+    "max_split_size_mb": _at_least(20),  # where large_segment_size_mb is set, at least that
+    "max_non_split_rounding_mb": _at_least(20),
+    "large_segment_size_mb": _at_least(11),
+    "garbage_collection_threshold": _Rule(
+        lambda value: 0 < _number(value) < 1, "lie between 0 and 1, and be neither", "0.8"
+    ),
+    "roundup_power2_divisions": _Rule(_are_divisions, "be a power of 2, or a list such as [256:1,512:2,>:4]", "4"),
+    "backend": _one_of("native", "cudaMallocAsync", "hipMallocAsync"),
+    "pinned_num_register_threads": _at_least(1, "8"),
+    "per_process_memory_fraction": _Rule(lambda value: 0 <= _number(value) <= 1, "lie from 0 to 1", "0.9"),
+    **dict.fromkeys(_BOOLEANS.split(), _one_of("True", "False")),
+    **dict.fromkeys(_COUNTS.split(), _at_least(0)),
+    **dict.fromkeys(("expandable_segments_reserve", "expandable_segments_reserve_by_class"), _ANY),
 }
 
 
@@ -124,11 +126,11 @@ def _refused(pairs: Sequence[tuple[str, str | None]]) -> Iterator[Check]:
     sizes = [value for key, value in pairs if key == "large_segment_size_mb" and value and value.isdigit()]
     large = _at_least(max(int(sizes[-1]), 11) if sizes else 20)
     for key, value in pairs:
-        name = key.partition("=")[0]
-        rule, example = KEYS.get(name, (None, "128"))
+        name, _, given = key.partition("=")
+        rule = KEYS.get(name)
+        write = f"write {name}:{given or (rule or _ANY).example}"
         if key in ("max_split_size_mb", "max_non_split_rounding_mb"):
             rule = large
-        write = f"write {name}:{key.partition('=')[2] or example}"
         if value is None:
             reason = f"a setting is written key:value, with a colon; {_REFUSES}"
             yield _fault("problem", f"'{key}' has no value", reason, write, _PARSER)
@@ -138,41 +140,18 @@ def _refused(pairs: Sequence[tuple[str, str | None]]) -> Iterator[Check]:
             reason = "a build for a GPU ends with 'Unrecognized key'; one for the CPU says nothing"
             finding = f"'{key}' is no setting of torch 2.6 to 2.13"
             yield _fault("problem", finding, reason, remedy, _CUDA_PARSER)
-        elif wrong := rule(value):
-            yield _fault("problem", f"{key}:{value} {wrong}", _REFUSES, write, _PARSER)
+        elif not rule.holds(value):
+            yield _fault("problem", f"{key}:{value} must {rule.words}", _REFUSES, write, _PARSER)
 
 
 def _contradictions(pairs: Sequence[tuple[str, str | None]]) -> Iterator[Check]:
-    """Find settings that torch takes, and that break one another or that it ignores."""
-    given: dict[str, str] = {}
-    for key, value in pairs:
-        if value is not None and given.setdefault(key, value) != value:
-            finding = f"{key} is given twice: {given[key]} and {value}"
-            yield _fault("warning", finding, "the last one counts", "leave one out", _PARSER)
-            given[key] = value
-    is_expandable = given.get("expandable_segments") == "True"
-    for key, reason in _BESIDE_EXPANDABLE.items() if is_expandable else ():
+    """Find settings that torch takes, and that do not go with expandable segments."""
+    given = dict(pairs)
+    for key, reason in _BESIDE_EXPANDABLE.items() if given.get("expandable_segments") == "True" else ():
         if key in given:
             verdict: Verdict = "warning" if key == "roundup_power2_divisions" else "problem"
             finding = f"expandable_segments:True together with {key}:{given[key]}"
             yield _fault(verdict, finding, reason, _ALONE, "pytorch issue 119452")
-    native = [key for key in given if key != "backend" and not key.startswith("pinned_")]
-    if given.get("backend") == "cudaMallocAsync" and native:
-        finding, source = f"backend:cudaMallocAsync together with {', '.join(native)}", "torch notes, CUDA semantics"
-        reason = "the driver's allocator ignores settings of torch's own"
-        yield _fault("warning", finding, reason, "leave one of them out", source)
-        return
-    fraction, threshold = given.get("per_process_memory_fraction"), given.get("garbage_collection_threshold")
-    if threshold is not None and not is_expandable and not _is_share(fraction or ""):
-        told = "without per_process_memory_fraction" if fraction is None else f"with a whole device ({fraction})"
-        finding = f"garbage_collection_threshold:{threshold} {told}"
-        reason = "torch applies it only if the process may use less than the whole device: nothing is given back"
-        remedy = "add per_process_memory_fraction:0.9, or torch.cuda.set_per_process_memory_fraction(0.9) to the script"
-        yield _fault("warning", finding, reason, remedy, _ALLOCATOR)
-    if "throw_on_cudamalloc_oom" in given and fraction is None:
-        finding = "throw_on_cudamalloc_oom without per_process_memory_fraction"
-        reason = "it refuses requests above the process's fraction, and there is none"
-        yield _fault("warning", finding, reason, "add per_process_memory_fraction:0.9", _CUDA_PARSER)
 
 
 @dataclass(frozen=True)

@@ -24,25 +24,28 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Call:
+    """The arguments of ``scaled_dot_product_attention``."""
+
     query: Tensor  # (batch, heads, queries, head size)
     key: Tensor  # (batch, heads, keys, head size)
     value: Tensor
-    mask: Tensor | None = None  # broadcast to (batch, heads, queries, keys)
-    dropout: float = 0.0
+    attn_mask: Tensor | None = None  # broadcast to (batch, heads, queries, keys)
+    dropout_p: float = 0.0
     is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
 
 
-def attend(call: Call, architecture: str) -> Tensor:
+def attend(architecture: str, *args: Any, **options: Any) -> Tensor:
     """Run an attention through the operation that CUDA picks."""
-    query, key, value = call.query, call.key, call.value
+    call = Call(*args, **options)
+    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     kernel = pick_kernel(call, architecture)
-    rest = (call.dropout, call.is_causal)
+    rest = (call.dropout_p, call.is_causal)
     results: tuple[Tensor, ...]
     if kernel == "math":
-        options: dict[str, Any] = {"scale": call.scale, "enable_gqa": call.enable_gqa}
-        results = _aten._scaled_dot_product_attention_math(query, key, value, call.mask, *rest, **options)
+        more: dict[str, Any] = {"scale": call.scale, "enable_gqa": call.enable_gqa}
+        results = _aten._scaled_dot_product_attention_math(query, key, value, mask, *rest, **more)
         return results[0]
     size = query.shape[-1]
     scale = call.scale if call.scale is not None else 1 / math.sqrt(size)
@@ -51,7 +54,7 @@ def attend(call: Call, architecture: str) -> Tensor:
         query, key, value = (functional.pad(one, (0, -size % 8)) if size % 8 else one for one in (query, key, value))
         results = _aten._scaled_dot_product_flash_attention(query, key, value, *rest, False, scale=scale)
         return results[0][..., :size] if size % 8 else results[0]
-    mask = None if call.mask is None else _as_bias(call.mask, query, key)
+    mask = None if mask is None else _as_bias(mask, query, key)
     learns = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (query, key, value, mask))
     given = (query, key, value, mask, learns, *rest)
     if kernel == "cudnn":
@@ -63,7 +66,7 @@ def attend(call: Call, architecture: str) -> Tensor:
 
 def pick_kernel(call: Call, architecture: str) -> Kernel:
     """Return the first kernel, in CUDA's order, that takes these arguments: cuDNN is tried first since Hopper."""
-    query, key, value, mask = call.query, call.key, call.value, call.mask
+    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     size = query.shape[-1]
     if query.dim() != 4 or query.shape[0] != key.shape[0] or (mask is not None and mask.dim() not in (2, 4)):
         return "math"
@@ -73,7 +76,7 @@ def pick_kernel(call: Call, architecture: str) -> Kernel:
     is_half = query.dtype in (_HALF if is_modern else _HALF[:1])
     has_one_size = size == key.shape[-1] == value.shape[-1]
     if is_half and is_modern and has_one_size:
-        suits_cudnn = size <= 128 and not size % 8 and key.shape[2] > 1 and (call.dropout * 16).is_integer()
+        suits_cudnn = size <= 128 and not size % 8 and key.shape[2] > 1 and (call.dropout_p * 16).is_integer()
         if architecture in ("hopper", "blackwell") and suits_cudnn and not (mask is not None and mask.requires_grad):
             return "cudnn"
         if size <= 256 and mask is None and (not call.is_causal or query.shape[2] == key.shape[2]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 
 from memfit.estimation._estimate import Estimate
 from memfit.estimation._gpus import Gpu
@@ -16,11 +17,9 @@ _WORTH = 0.005
 _MOST_ADDED = 16
 _MOST_CHECKS = 5
 #: The options of ``memfit estimate`` for the fields of `Setup` that are set most; ``--train KEY=VALUE`` sets any field.
-_OPTIONS = {
-    **{
-        name: f"--{name.replace('_', '-')}"
-        for name in ("batch", "seq_len", "dtype", "optimizer", "world_size", "strategy")
-    },
+_OPTIONS = {name: f"--{name}" for name in ("batch", "dtype", "optimizer", "strategy")} | {
+    "seq_len": "--seq-len",
+    "world_size": "--world-size",
     "lora_rank": "--lora",
     "num_microbatches": "--microbatches",
 }
@@ -127,13 +126,8 @@ def find_change(
     """Return the cheapest change after which the bound fits the device: single ones first, then several together.
     ``guess`` quickly guesses the bound of the device's peak in bytes; what does not fit by it is not checked. ``check``
     decides."""
-    checks = 0
-    for change in _candidates(setup, guess, _WORTH * gpu.total_bytes, changes):
-        if guess(change.setup) > gpu.total_bytes:
-            continue
-        if checks == _MOST_CHECKS:
-            return None
-        checks += 1
+    candidates = _candidates(setup, guess, _WORTH * gpu.total_bytes, changes)
+    for change in islice((one for one in candidates if guess(one.setup) <= gpu.total_bytes), _MOST_CHECKS):
         found = check(change.setup)
         if found.verdict == "fits":
             return change, found
@@ -143,23 +137,22 @@ def find_change(
 def _candidates(setup: Setup, guess: _Guess, worth: float, changes: _Lister) -> Iterator[Change]:
     singles = list(changes(setup))
     yield from (change for change in singles if change.same_training)
-    added: Change | None = None
+    added = Change((), "", setup)
     for _ in range(_MOST_ADDED):  # each round adds the cheapest one that saves something and applies still
-        base = added.setup if added else setup
-        kept = [change for change in changes(base) if change.same_training]
-        following = next((change for change in kept if guess(base) - guess(change.setup) > worth), None)
+        kept = [change for change in changes(added.setup) if change.same_training]
+        following = next((change for change in kept if guess(added.setup) - guess(change.setup) > worth), None)
         if following is None:
             break
         added = _join(setup, added, following)
         yield added
     yield from (change for change in singles if not change.same_training)
-    if added is not None:
+    if added.options:
         yield from (_join(setup, added, change) for change in changes(added.setup) if not change.same_training)
 
 
-def _join(setup: Setup, first: Change | None, second: Change) -> Change:
-    costs = dict.fromkeys((*(first.cost.split("; ") if first else ()), *second.cost.split("; ")))
-    same = second.same_training and (first is None or first.same_training)
+def _join(setup: Setup, first: Change, second: Change) -> Change:
+    costs = dict.fromkeys(filter(None, (*first.cost.split("; "), *second.cost.split("; "))))
+    same = first.same_training and second.same_training
     return Change(list_options(setup, second.setup), "; ".join(costs), second.setup, same)
 
 

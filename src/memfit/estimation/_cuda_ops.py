@@ -27,11 +27,6 @@ _aten = torch.ops.aten
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_grouped_mm")  # the last one from torch 2.8 on
 _MATRIX_PRODUCTS = frozenset(getattr(_aten, name).default for name in _PRODUCTS if hasattr(_aten, name))
 
-#: ATen/native/cudnn/Conv_v8.cpp: workspaces of all plans are tried, as large as fits, and the cache is emptied then.
-_BENCHMARK = (
-    "torch.backends.cudnn.benchmark is on: the first steps try algorithms whose workspaces may fill the device; "
-    "they are not counted"
-)
 # Operations whose inputs autocast casts to fp32 on CUDA: AT_FORALL_FP32 in aten/src/ATen/autocast_mode.h, PyTorch 2.13.
 _IN_FP32 = """
 acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
@@ -62,7 +57,6 @@ class CudaOps:
 
     def __init__(self, architecture: str = "ampere") -> None:
         self.architecture = architecture
-        self.notes: dict[str, None] = {}
         #: How much more algorithms that unfold the input of a convolution take than was counted, by phase.
         self.convolution_slack: dict[Phase, int] = {}
         self._threads_with_workspace: set[bool] = set()
@@ -83,7 +77,7 @@ class CudaOps:
     def __enter__(self) -> CudaOps:
         library = self._library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         kernels: dict[str, Callable[..., Any]] = {
-            "scaled_dot_product_attention": self._attend,
+            "scaled_dot_product_attention": partial(_attention.attend, self.architecture),
             "dropout": _drop,
             "rms_norm": _normalize,
             "softmax.int": partial(_soften, _aten._softmax),
@@ -111,19 +105,6 @@ class CudaOps:
         self._registered.append((_operation(name), DispatchKey.__members__[key]))
         self._registered[-1][0]._uncache_dispatch(self._registered[-1][1])
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> Tensor:
-        call = _attention.Call(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        return _attention.attend(call, self.architecture)
-
     def concerns(self, func: Any) -> bool:
         return func in self._scratch or func in _MATRIX_PRODUCTS
 
@@ -131,16 +112,11 @@ class CudaOps:
         """Return the bytes that an operation takes beside its results and gives back at its end."""
         count = self._scratch.get(func)
         taken = count(args, result) if count is not None else ()
-        if func is _aten.convolution.default:
-            self._note_convolution(_unfolded(args, result) - sum(taken), phase)
-        elif func is _aten.convolution_backward.default:
-            self._note_convolution(_unfolded(args[1:], args[0]) - sum(taken), phase)
+        if func in (_aten.convolution.default, _aten.convolution_backward.default):
+            images = (args, result) if func is _aten.convolution.default else (args[1:], args[0])
+            slack_bytes = _unfolded(*images) - sum(taken)
+            self.convolution_slack[phase] = max(self.convolution_slack.get(phase, 0), slack_bytes)
         return taken
-
-    def _note_convolution(self, slack_bytes: int, phase: Phase) -> None:
-        self.convolution_slack[phase] = max(self.convolution_slack.get(phase, 0), slack_bytes)
-        if torch.backends.cudnn.benchmark:
-            self.notes[_BENCHMARK] = None
 
     def workspaces(self, func: Any, *, in_backward: bool) -> Sequence[int]:
         """Return the bytes of lasting workspaces that an operation is the first to need: cuBLAS's, one a thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from memfit.errors import ConfigError, MissingExtraError, OutOfTimeError, Untrac
 from memfit.estimation._allocator import Replay, replay
 from memfit.estimation._allocator_settings import AllocatorSettings
 from memfit.estimation._bounds import bound_device, bound_load
-from memfit.estimation._estimate import VERDICTS, Estimate, Method, Verdict, judge
+from memfit.estimation._estimate import VERDICTS, Estimate, Method, judge
 from memfit.estimation._events import Trace, find_peaks
 from memfit.estimation._extrapolate import Size, extrapolate, sizes_of_batch
 from memfit.estimation._formula import estimate_formula
@@ -20,7 +20,7 @@ from memfit.estimation._gpus import ANY_GPU, Gpu, find_gpu
 from memfit.estimation._interval import Interval
 from memfit.estimation._setup import Setup, list_assumptions
 from memfit.estimation._time_limit import TIME_LIMIT, limit_time, share_time
-from memfit.units import format_bytes, format_count
+from memfit.units import format_count
 
 if TYPE_CHECKING:
     import torch
@@ -52,33 +52,6 @@ def estimate_step(
     ``gpu`` None stands for any. ``real_data``: the step's data are real tensors. ``sizes`` may be made smaller if the
     trace takes longer than `limit_time` allows: then it is extrapolated. Raises `UntraceableError` where fake tensors
     cannot follow."""
-    what = (make, gpu, world_size, allocator, real_data)
-    worst, experts = _trace_step(*what, sizes, ())
-    if max(experts, default=0) < 2:
-        return worst
-    try:
-        even, _ = _trace_step(*what, (), experts)
-    except OutOfTimeError:
-        note = "experts: only the worst load was traced, where the first that are picked get all tokens"
-        return replace(worst, notes=(*worst.notes, note))
-    sizes_of = [format_bytes(one.device["allocated_bytes"].value) for one in (even, worst)]
-    note = (
-        f"experts: {sizes_of[0]} in tensors if all get the same number of tokens, {sizes_of[1]} if the first that are "
-        "picked get all of them; the bound holds for both"
-    )
-    return _widen(even, worst, note)
-
-
-def _trace_step(
-    make: Make,
-    gpu: Gpu | None,
-    world_size: int,
-    allocator: AllocatorSettings | None,
-    real_data: bool,
-    sizes: Iterable[Size],
-    balanced: Sequence[int],
-) -> tuple[Estimate, Sequence[int]]:
-    """Estimate a step at the worst load of experts, or a balanced one; and return their numbers."""
     from memfit.estimation._trace import trace
 
     device = gpu or ANY_GPU
@@ -86,9 +59,7 @@ def _trace_step(
     architecture = next(name for least, name in _ARCHITECTURES if capability >= least)
 
     def run(one: Make, first_forward: float = 1.0) -> tuple[Trace, Replay]:
-        traced = trace(
-            one, architecture=architecture, real_data=real_data, first_forward=first_forward, balanced=balanced
-        )
+        traced = trace(one, architecture=architecture, real_data=real_data, first_forward=first_forward)
         return traced, replay(traced, allocator)
 
     is_whole = True
@@ -120,41 +91,22 @@ def _trace_step(
     versions = {name: version for name, version in loaded.items() if version}
     method: Method = "traced" if is_whole else "extrapolated"
     traced = Estimate(figures, parts, by_phase, method, gpu, verdict, notes, versions)
-    return traced if found.load is None else _with_load(traced, found.load, beside), found.experts
-
-
-def _widen(found: Estimate, other: Estimate, note: str) -> Estimate:
-    def widen(ours: Mapping[Any, Interval], others: Mapping[Any, Interval]) -> dict[Any, Interval]:
-        known = {**dict.fromkeys(others, Interval()), **ours}
-        return {name: Interval(one.value, max(one.upper, others.get(name, one).upper)) for name, one in known.items()}
-
-    verdict = found.verdict
-    if verdict is not None:
-        verdict = _worse(verdict, min(other.verdict or "fits", "may fit", key=VERDICTS.index))
-    return replace(
-        found,
-        device=widen(found.device, other.device),
-        parts=widen(found.parts, other.parts),
-        by_phase=widen(found.by_phase, other.by_phase),
-        verdict=verdict,
-        notes=(*found.notes, note),
-    )
+    return traced if found.load is None else _with_load(traced, found.load, beside)
 
 
 def _with_load(step: Estimate, load: Interval, beside: Interval) -> Estimate:
     need = {**dict.fromkeys(step.device, load), "device_bytes": load + beside}
     highest = max(one.value for one in step.by_phase.values())
+    verdict = step.verdict
+    if step.gpu is not None and verdict is not None:
+        verdict = max(verdict, judge(need["device_bytes"], step.gpu.total_bytes), key=VERDICTS.index)
     return replace(
         step,
         device={name: Interval.highest([one, need[name]]) for name, one in step.device.items()},
         by_phase={"load": load, **step.by_phase},
         parts={"weights": load} if load.value > highest else step.parts,
-        verdict=_worse(step.verdict, judge(need["device_bytes"], step.gpu.total_bytes)) if step.gpu else None,
+        verdict=verdict,
     )
-
-
-def _worse(*verdicts: Verdict | None) -> Verdict:
-    return max((one for one in verdicts if one is not None), key=VERDICTS.index)
 
 
 def estimate_config(

@@ -45,7 +45,6 @@ class Trace:
     convolution_slack: Mapping[Phase, int] = field(default_factory=dict)  # of other algorithms of cuDNN, by phase
     load: Interval | None = None  # what loading the weights takes
     cast_slack: int = 0  # bytes that stay if libraries widen weights after loading
-    experts: Sequence[int] = ()  # of each routing: how many were picked by masks
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from memfit.errors import OutOfTimeError, UntraceableError
@@ -136,16 +137,13 @@ def _continue_to(size: Size, samples: Sequence[_Sample]) -> tuple[dict[Phase, Pe
         f"{', '.join(map(str, at[:-1]))} and {at[-1]} {size.name} and continued as constant, linear or quadratic; "
         f"what that leaves widens the bound by {format_bytes(width)}"
     )
-    rest = Trace(
-        (),
-        {},
-        (*dict.fromkeys(note for one in samples for note in one.trace.notes), note),
+    rest = replace(
+        last.trace,
+        notes=(*dict.fromkeys(note for one in samples for note in one.trace.notes), note),
         slack_bytes=fit_all([one.trace.slack_bytes for one in samples]).upper,
         convolution_slack={
             phase: fit_all([one.trace.convolution_slack.get(phase, 0) for one in samples]).upper for phase in phases
         },
-        load=last.trace.load,
-        cast_slack=last.trace.cast_slack,
     )
     allocated = {phase: peak.num_bytes for phase, peak in peaks.items()}
     return peaks, Replay(allocated, total + cache, width=most - cache), rest

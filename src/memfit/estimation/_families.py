@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 from memfit.errors import ConfigError
 
 _LARGEST = 1 << 40  # beyond any width, count or vocabulary
-#: Entries of models of images and speech, alone or beside a language model, and of state spaces.
-_NOT_COUNTED = ("vision_config", "audio_config", "image_size", "num_mel_bins", "state_size")
+#: Entries of models of images and speech, alone or beside a language model, of state spaces, and of BART.
+_NOT_COUNTED = ("vision_config", "audio_config", "image_size", "num_mel_bins", "state_size", "decoder_layers")
 #: The dtype of a kept tensor: that of matrix products; that of the hidden states (fp32 under autocast); fp32; the
 #: 16-bit original beside an fp32 copy; one byte (masks); or nothing, because it is kept elsewhere.
 Kind = Literal["compute", "stream", "fp32", "narrow", "byte", "shared"]
@@ -34,22 +34,22 @@ class ModelConfig:
         def holds(one: Any) -> bool:
             return type(one) is int and least <= one <= _LARGEST
 
-        return int(self._checked(names, default, holds, f"a whole number from {least} up"))
+        return int(self.checked(names, default, holds, f"a whole number from {least} up"))
 
     def text(self, *names: str, default: str) -> str:
-        return str(self._checked(names, default, lambda one: isinstance(one, str), "a name"))
+        return str(self.checked(names, default, lambda one: isinstance(one, str), "a name"))
 
     def drops(self, *names: str, default: float = 0.0) -> bool:
-        return bool(self._checked(names, default, lambda one: isinstance(one, int | float), "a number") > 0)
+        return bool(self.checked(names, default, lambda one: isinstance(one, int | float), "a number") > 0)
 
-    def _checked(self, names: tuple[str, ...], default: Any, holds: Callable[[Any], bool], wanted: str) -> Any:
+    def checked(self, names: tuple[str, ...], default: Any, holds: Callable[[Any], bool], wanted: str) -> Any:
         found = self.get(*names, default=default)
         if holds(found):
             return found
         named = next((name for name in names if self.entries.get(name) is not None), names[0])
         raise ConfigError(
             f"the model's config has {named} = {_shortened(found)}.",
-            rule=f"the formula reads {wanted} from {' or '.join(names)}.",
+            rule=f"memfit reads {wanted} from {' or '.join(names)}.",
             remedy="give the config.json of the model's own page, or one saved by config.save_pretrained",
         )
 
@@ -59,11 +59,11 @@ class ModelConfig:
 
     @property
     def layers(self) -> int:
-        return self.size("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", least=1)
+        return self.size("num_hidden_layers", "n_layer", "num_layers", "n_layers", least=1)
 
     @property
     def heads(self) -> int:
-        return self.size("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", least=1)
+        return self.size("num_attention_heads", "n_head", "num_heads", "n_heads", least=1)
 
     @property
     def split_width(self) -> int:
@@ -79,17 +79,8 @@ class ModelConfig:
 
     @property
     def inner(self) -> int:
-        names = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "hidden_dim", "d_ff", "encoder_ffn_dim")
+        names = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "hidden_dim", "d_ff")
         return self.size(*names, default=4 * self.hidden)
-
-    @property
-    def labels(self) -> int:
-        names = self.get("id2label")
-        return len(names) if isinstance(names, Mapping) else self.size("num_labels", default=2)
-
-    @property
-    def task(self) -> str:
-        return str((self.get("architectures") or ["Model"])[0])
 
 
 def _shortened(value: Any) -> str:
@@ -101,17 +92,13 @@ def _shortened(value: Any) -> str:
 
 def check_names(config: Mapping[str, Any]) -> None:
     """Refuse a config whose ``model_type`` or ``architectures`` are no names."""
-    kind, names = config.get("model_type"), config.get("architectures")
-    if kind is not None and not isinstance(kind, str):
-        wrong, rule, remedy = f"model_type = {_shortened(kind)}", "model_type is one name", '"model_type": "llama"'
-    elif names is not None and not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
-        wrong, rule = f"architectures = {_shortened(names)}", "architectures is a list of names of classes"
-        remedy = '"architectures": ["LlamaForCausalLM"]'
-    else:
-        return
-    raise ConfigError(
-        f"the model's config has {wrong}.", rule=f"{rule}.", remedy=f"write for example {remedy}, or leave it out"
-    )
+
+    def are_names(found: Any) -> bool:
+        return isinstance(found, list | tuple) and all(isinstance(name, str) for name in found)
+
+    read = ModelConfig({name: config[name] for name in ("model_type", "architectures") if name in config})
+    read.text("model_type", default="")
+    read.checked(("architectures",), [], are_names, "a list of names of classes")
 
 
 class Linear(NamedTuple):
@@ -319,11 +306,8 @@ def _gated_decoder(config: ModelConfig, family: str) -> Anatomy:
     masks = 2 if config.drops("resid_pdrop", "hidden_dropout") else 0
     block = _join((attend, mlp), norms, num_norms * width + 2 * dim * has_qk_norm, masks)
     caps_logits = bool(config.get("final_logit_softcapping", default=30.0 if family == "gemma2" else 0.0))
-    stacks: tuple[Stack, ...] = (Stack(block, config.layers),)
-    if decoders := config.size("decoder_layers", default=0):  # models like BART and Whisper
-        cross = _attention(width, attention._replace(is_crossed=True), names, bias=biases)
-        stacks += (Stack(_join((attend, cross, mlp), norms, 3 * width, masks), decoders, is_target=True),)
     tied = family.startswith("gemma")
+    stacks = (Stack(block, config.layers),)
     return _language_model(config, family, stacks, tied=tied, others=width, caps_logits=caps_logits)
 
 
@@ -399,7 +383,7 @@ def _encoder_block(config: ModelConfig) -> Block:
 
 def _encoder(config: ModelConfig, family: str) -> Anatomy:
     """BERT and RoBERTa, bare or with the head that ``architectures`` names."""
-    width, vocabulary, task = config.hidden, config.size("vocab_size"), config.task
+    width, vocabulary, task = config.hidden, config.size("vocab_size"), (config.get("architectures") or ["Model"])[0]
     positions, types = config.size("max_position_embeddings", default=512), config.size("type_vocab_size", default=2)
     tables = ((vocabulary, width), (positions, width), *(((types, width),) if types else ()))
     stacks = (Stack(_encoder_block(config), config.layers),)
@@ -411,7 +395,9 @@ def _encoder(config: ModelConfig, family: str) -> Anatomy:
             others += dense + 2 * width + 2
         return Anatomy(family, stacks, tables, head, True, others, upcasts_logits=False)
     is_classifier = task.endswith(("ForSequenceClassification", "ForTokenClassification"))
-    classifier = Linear("classifier", width, config.labels, has_bias=True) if is_classifier else None
+    names = config.get("id2label")
+    labels = len(names) if isinstance(names, Mapping) else config.size("num_labels", default=2)
+    classifier = Linear("classifier", width, labels, has_bias=True) if is_classifier else None
     others += 0 if task.endswith("ForTokenClassification") else dense  # the pooler, or the classifier's first layer
     return Anatomy(family, stacks, tables, classifier, False, others, has_token_logits=False)
 
@@ -437,7 +423,7 @@ def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
     if other := next((name for name in _NOT_COUNTED if config.get(name)), ""):
         raise ConfigError(
             f"the model's config has {other}.",
-            rule="the formula counts language models; models of images and speech, and state spaces, are traced.",
+            rule="the formula counts language models; BART, models of images and speech, and state spaces are traced.",
             remedy="trace it: memfit estimate --hf-config config.json, without --formula",
         )
     read = ModelConfig(config)

@@ -7,7 +7,6 @@ those of a traced step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 from typing import Any
@@ -16,28 +15,23 @@ from memfit.errors import ConfigError, nearest
 from memfit.estimation._bounds import bound_load
 from memfit.estimation._estimate import Estimate, Metric, judge
 from memfit.estimation._events import Part, Phase
-from memfit.estimation._families import Anatomy, Attention, Kept, Linear, Stack, check_names, find_anatomy
+from memfit.estimation._families import Anatomy, Attention, Kept, Stack, check_names, find_anatomy
 from memfit.estimation._gpus import ANY_GPU, Gpu
 from memfit.estimation._interval import Interval
-from memfit.estimation._setup import Setup, find_lora_targets, list_assumptions
+from memfit.estimation._setup import NF4_BLOCK, STATE_BLOCK, Setup, find_lora_targets, list_assumptions
 
 #: The versions whose memory the formula counts.
 _RULES_OF = {"torch": "2.13", "transformers": "5"}
 _SIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-#: Bytes of a weight in 4 bits: blocks of 64 with an fp32 scale (bitsandbytes functional.py). In 8 bits: a row of a
-#: thousand or more shares one scale.
-_QUANTISED = {"nf4": 0.5 + 4 / 64, "int8": 1 + 4 / 1024}
-#: Bytes of both 8-bit moments, with an fp32 scale for each block of 256 (bitsandbytes optim/optimizer.py, torchao
-#: optim/subclass_8bit.py).
-_STATES_IN_8_BITS = 2 + 2 * 4 / 256
+#: Bytes of a weight in 4 bits, and of both moments in 8 bits, with their fp32 scales.
+_IN_4_BITS = 0.5 + 4 / NF4_BLOCK
+_STATES_IN_8_BITS = 2 + 2 * 4 / STATE_BLOCK
 #: How many moments as large as the weights each optimizer holds.
 _MOMENTS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0, "none": 0}
 #: Frequencies of rotary positions and similar: kilobytes.
 _BUFFERS = 1 << 20
-#: How far the truth may lie above the count: of a known family, of another one.
-_ABOVE_COUNT = (1.0, 2.0)  # of parameters
-_ABOVE_KEPT = (1.2, 2.0)
-_ABOVE_TEMPORARY = (2.0, 4.0)
+#: How far the truth may lie above the count of parameters, kept tensors and temporaries: of a known family or not.
+_ABOVE = {True: (1.0, 1.2, 2.0), False: (2.0, 2.0, 4.0)}
 
 
 def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None = None, reason: str = "") -> Estimate:
@@ -59,7 +53,9 @@ def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None
         (Interval(value=497759232, upper=497759232), 'step')
     """
     check_names(config)
-    case = _Case(find_anatomy(_with_task(config)), setup)
+    if (config.get("architectures") or ["Model"])[0].endswith("Model"):  # no class with a loss is named
+        config = {**config, "architectures": ["ForMaskedLM"]}
+    case = _Case(find_anatomy(config), setup)
     moments = case.moments()
     by_phase = {
         phase: Interval.highest(Interval.total(moment.values()) for moment in found) for phase, found in moments.items()
@@ -87,76 +83,54 @@ def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None
     )
 
 
-def _with_task(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Take a config without a class that has a loss for a language model."""
-    named = (config.get("architectures") or ["Model"])[0]
-    return {**config, "architectures": ["ForMaskedLM"]} if named.endswith("Model") else config
-
-
 _Moment = dict[Part, Interval]
 
 
-@dataclass(frozen=True)
 class _Case:
     """One model in one setup; all bytes are those of one device."""
 
-    anatomy: Anatomy
-    setup: Setup
+    def __init__(self, anatomy: Anatomy, setup: Setup) -> None:
+        self.anatomy, self.setup = anatomy, setup
+        self.above_count, self.above_kept, self.above_temporary = _ABOVE[anatomy.is_exact]
+        self.is_amp = setup.dtype.endswith("-amp")
+        self.compute = _SIZE[setup.dtype.removesuffix("-amp")]  # bytes of a number in matrix products
+        self.held = 4 if self.is_amp else self.compute  # of a weight, and of the hidden states
+        self.trained = 4 if setup.lora_rank else self.held  # adapters are fp32 (PEFT's autocast_adapter_dtype)
+        self.has_masters = self.trained == 2 and setup.master_weights
+        own_state = 4 if self.has_masters else self.trained
+        self.state = _SIZE[setup.state_dtype] if setup.state_dtype else own_state
+        self.share = 1 / setup.world_size if setup.is_sharded else 1.0
+        #: The matrix products of the blocks, and how many blocks have each.
+        self.linears = [(one, stack.num_blocks) for stack in anatomy.stacks for one in stack.block.linears]
+        self.targets = self._find_targets() if setup.lora_rank else ()
+        self.num_weights = sum(count * one.num_weights for one, count in self.linears)
+        self.num_beside = anatomy.num_parameters - sum(
+            one.num_blocks * one.block.num_parameters for one in anatomy.stacks
+        )
+        self.num_trained = anatomy.num_parameters  # numbers that have gradients, before these are shared out
+        largest = [rows * width for rows, width in anatomy.tables] + [one.num_weights for one, _ in self.linears]
+        num_adapters = 0
+        if rank := setup.lora_rank:
+            adapted = [(one, count) for one, count in self.linears if one.name in self.targets]
+            largest = [rank * max(one.inputs, one.outputs) for one, _ in adapted]
+            num_adapters = sum(count * rank * (one.inputs + one.outputs) * one.copies for one, count in adapted)
+            self.num_trained = num_adapters
+        self.num_largest = max(largest, default=0)
+        rest = (anatomy.num_parameters - self.num_weights) * self.held
+        in_blocks = ceil(self.num_weights * (self.held if setup.quantization == "none" else _IN_4_BITS))
+        # Libraries may widen what is not quantised to fp32.
+        widened = rest * (setup.quantization != "none" and self.held == 2)
+        counted = in_blocks + rest + num_adapters * self.trained
+        self.whole = self._wide(Interval(counted, counted + widened))  # the weights before any sharing
+        self.weights = self._shared(self.whole)
+        one_gradient = self.num_largest * self.trained
+        self.gradients = self._wide(
+            Interval(one_gradient, 2 * one_gradient)
+            if setup.optimizer_in_backward
+            else self._shared(Interval(self.num_trained * self.trained))
+        )
 
-    # Dtypes and shares
-
-    @property
-    def is_amp(self) -> bool:
-        return self.setup.dtype.endswith("-amp")
-
-    @property
-    def compute(self) -> int:
-        """Bytes of a number in matrix products."""
-        return _SIZE[self.setup.dtype.removesuffix("-amp")]
-
-    @property
-    def held(self) -> int:
-        """Bytes of a number of a weight, its gradient and the hidden states."""
-        return 4 if self.is_amp else self.compute
-
-    @property
-    def has_masters(self) -> bool:
-        return self.trained == 2 and self.setup.master_weights
-
-    @property
-    def trained(self) -> int:
-        """Bytes of a number of what is trained: adapters are fp32 (PEFT's autocast_adapter_dtype)."""
-        return 4 if self.setup.lora_rank else self.held
-
-    @property
-    def state(self) -> int:
-        if self.setup.state_dtype:
-            return _SIZE[self.setup.state_dtype]
-        return 4 if self.has_masters else self.trained
-
-    def _shared(self, whole: Interval) -> Interval:
-        """One device's share of weights, gradients or optimizer states; rows may be padded."""
-        return whole.times(self.share, 1.02 * self.share) if self.setup.is_sharded else whole
-
-    @property
-    def share(self) -> float:
-        return 1 / self.setup.world_size if self.setup.is_sharded else 1.0
-
-    def _wide(self, counted: Interval) -> Interval:
-        """The count with room above it where the family's parameters are not known exactly."""
-        return counted.times(1, _ABOVE_COUNT[not self.anatomy.is_exact])
-
-    # Parameters
-
-    @property
-    def linears(self) -> list[tuple[Linear, int]]:
-        """The matrix products of the blocks, and how many blocks have each."""
-        return [(one, stack.num_blocks) for stack in self.anatomy.stacks for one in stack.block.linears]
-
-    @cached_property
-    def targets(self) -> tuple[str, ...]:
-        if not self.setup.lora_rank:
-            return ()
+    def _find_targets(self) -> tuple[str, ...]:
         names = sorted({linear.name for linear, _ in self.linears})
         wanted = self.setup.lora_targets or find_lora_targets(self.anatomy.family)
         if "all-linear" in wanted:
@@ -170,58 +144,19 @@ class _Case:
             )
         return tuple(name for hits in found.values() for name in hits)
 
-    @cached_property
-    def num_adapters(self) -> int:
-        adapted = [(one, count) for one, count in self.linears if one.name in self.targets]
-        return sum(count * self.setup.lora_rank * (one.inputs + one.outputs) * one.copies for one, count in adapted)
+    def _shared(self, whole: Interval) -> Interval:
+        """One device's share of weights, gradients or optimizer states; rows may be padded."""
+        return whole.times(self.share, 1.02 * self.share) if self.setup.is_sharded else whole
 
-    @property
-    def num_beside(self) -> int:
-        in_blocks = sum(stack.num_blocks * stack.block.num_parameters for stack in self.anatomy.stacks)
-        return self.anatomy.num_parameters - in_blocks
+    def _wide(self, counted: Interval) -> Interval:
+        """The count with room above it where the family's parameters are not known exactly."""
+        return counted.times(1, self.above_count)
 
-    @property
-    def num_weights(self) -> int:
-        return sum(count * one.num_weights for one, count in self.linears)
-
-    @property
-    def num_trained(self) -> int:
-        """Numbers that have gradients, before gradients and states are shared out."""
-        return self.num_adapters if self.setup.lora_rank else self.anatomy.num_parameters
-
-    @property
-    def num_largest(self) -> int:
-        if rank := self.setup.lora_rank:
-            every = [rank * max(one.inputs, one.outputs) for one, _ in self.linears if one.name in self.targets]
-        else:
-            every = [rows * width for rows, width in self.anatomy.tables] + [one.num_weights for one, _ in self.linears]
-        return max(every, default=0)
-
-    @cached_property
-    def whole(self) -> Interval:
-        """The weights before any sharing; libraries may widen what is not quantised to fp32."""
-        in_blocks = self.num_weights
-        size = _QUANTISED.get(self.setup.quantization, self.held)
-        rest = (self.anatomy.num_parameters - in_blocks) * self.held
-        whole = Interval(ceil(in_blocks * size) + rest + self.num_adapters * self.trained)
-        return self._wide(whole + Interval(0, rest * (self.setup.quantization != "none" and self.held == 2)))
-
-    @property
-    def weights(self) -> Interval:
-        return self._shared(self.whole)
-
-    @property
-    def load(self) -> Interval | None:
+    def _load(self) -> Interval | None:
         largest = max((one.num_weights for one, _ in self.linears), default=0)
         largest *= self.held * (self.setup.quantization != "none")
         unit = max(self.num_beside, *(stack.block.num_parameters for stack in self.anatomy.stacks)) * self.held
         return bound_load(self.setup, self.whole, unit, largest)
-
-    @cached_property
-    def gradients(self) -> Interval:
-        if self.setup.optimizer_in_backward:
-            return self._wide(Interval(self.num_largest * self.trained, 2 * self.num_largest * self.trained))
-        return self._wide(self._shared(Interval(self.num_trained * self.trained)))
 
     @cached_property
     def optimizer(self) -> Interval:
@@ -273,8 +208,6 @@ class _Case:
                 found = self.compute * (adapted if self.is_amp else min(adapted, 1)) * is_own
             else:  # each adapter casts the input to its fp32 anew
                 found = 4 * adapted
-            if self.setup.quantization == "int8" and is_own:  # MatMul8bitLt keeps its input
-                found += self.compute
             return found, found + 5 * adapted  # with dropout: a mask, and the result beside the input
         if kept.for_weight and self.setup.lora_rank:
             return 0, 0
@@ -319,7 +252,7 @@ class _Case:
         found = Interval(ceil(value), ceil(max(value, upper))) + Interval(ranks, 2 * ranks)
         for one in block.attentions:
             found += self._attention_kept(one, tokens, source if one.is_crossed else tokens)
-        return found.times(1, _ABOVE_KEPT[not self.anatomy.is_exact])
+        return found.times(1, self.above_kept)
 
     def _checkpoint(self, stack: Stack) -> Interval:
         whole, block = self.block_kept(stack), stack.block
@@ -348,7 +281,7 @@ class _Case:
             found = max(found, scores * (4 + self.compute))
         if self.setup.quantization != "none":  # one weight made whole again
             found += max(linear.inputs * linear.outputs for linear in block.linears) * self.compute
-        return Interval(found).times(1, _ABOVE_TEMPORARY[not self.anatomy.is_exact])
+        return Interval(found).times(1, self.above_temporary)
 
     # Logits and loss
 
@@ -387,9 +320,7 @@ class _Case:
     @cached_property
     def communication(self) -> tuple[Interval, Interval, Interval]:
         """Buffers that always live, those of the forward pass, and those of the backward pass and the update."""
-        if (
-            not self.setup.is_sharded
-        ):  # DDP's buckets are as large as all gradients (torch/csrc/distributed/c10d/reducer.cpp)
+        if not self.setup.is_sharded:  # DDP's buckets are as large as all gradients (c10d/reducer.cpp)
             buckets = self.num_trained * self.trained * (self.setup.strategy == "ddp")
             return Interval(buckets), Interval(), Interval()
         block, root = max(stack.block.num_parameters for stack in self.anatomy.stacks), self.num_beside
@@ -431,7 +362,7 @@ class _Case:
         ahead = {"activations": kept, "workspaces": ANY_GPU.cublas_workspace_bytes, **run}
         forward = [self._moment(gathered, temporaries=one_of, **ahead) for one_of in (made, halved)]
 
-        weight = self.load
+        weight = self._load()
         load: dict[Phase, list[_Moment]] = {} if weight is None else {"load": [{"weights": weight}]}
         if setup.optimizer == "none":
             return load | {"build": [self.always], "forward": forward[:1]}

@@ -41,13 +41,11 @@ def build_step(config: Mapping[str, Any], setup: Setup) -> tuple[Any, dict[str, 
     parsed, kind = _parse(config, notes)
     dtype, autocast = find_dtypes(setup)
     model = _build_model(parsed, kind, setup, notes)
-    if _has_experts(parsed) and model._can_set_experts_implementation():
-        notes.append("experts run as one product over all rows: a balanced and the worst load take the same")
     head = model.get_output_embeddings()
     if setup.quantization != "none":  # before any weight has bytes: they are quantised as they are loaded
         classifiers = [one for name, one in model.named_modules() if name.rsplit(".", 1)[-1] in CLASSIFIERS]
         kept = [module for module in (head, *classifiers) if module is not None]
-        count = quantize_linears(model, setup.quantization, compute_dtype=autocast or dtype, skip=kept)
+        count = quantize_linears(model, compute_dtype=autocast or dtype, skip=kept)
         notes.append(f"{count} linear layers are held in {setup.quantization}, as bitsandbytes does; the head is not")
     _materialize(model, _fp32_names(model, dtype, notes))
     batch = _make_batch(model, setup, notes)
@@ -181,8 +179,8 @@ def _build_model(parsed: Any, kind: Any, setup: Setup, notes: list[str]) -> Any:
             part.use_cache = False
     if getattr(parsed, "is_encoder_decoder", False) and getattr(parsed, "decoder_start_token_id", None) is None:
         parsed.decoder_start_token_id = getattr(parsed, "pad_token_id", None) or 0
-    needs_other = _has_experts(parsed) and dtype is not torch.bfloat16
-    extra = {"experts_implementation": _add_experts()} if needs_other else {}
+    experts = any(getattr(parsed, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    extra = {"experts_implementation": _add_experts()} if experts and dtype is not torch.bfloat16 else {}
     try:
         with _disable_current_modes(), torch.device("meta"), _quiet():
             return kind._from_config(parsed, dtype=dtype, attn_implementation=attention, **extra)
@@ -192,10 +190,6 @@ def _build_model(parsed: Any, kind: Any, setup: Setup, notes: list[str]) -> Any:
             rule="The config's sizes fit each other, and its packages are installed.",
             remedy="correct the config, or install what the message names",
         ) from error
-
-
-def _has_experts(parsed: Any) -> bool:
-    return any(getattr(parsed, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def _add_experts() -> str:
@@ -276,48 +270,36 @@ def _materialize(model: nn.Module, fp32_names: set[str]) -> None:
 
 
 def _make_batch(model: Any, setup: Setup, notes: list[str]) -> dict[str, torch.Tensor]:
-    config = model.config
+    def ids(*shape: int) -> torch.Tensor:
+        return torch.zeros(setup.batch, *shape, dtype=torch.int64)
+
+    config, target, has_loss = model.config, setup.target_len or setup.seq_len, not _is_bare(type(model))
     name = getattr(model, "main_input_name", "input_ids")
-    if name == "pixel_values":
-        return _make_images(model, setup, notes)
     if name == "input_features":  # speech: a fixed number of frames, two for each position
         frames = 2 * getattr(config, "max_source_positions", setup.seq_len)
-        features = torch.zeros(setup.batch, config.num_mel_bins, frames, dtype=model.dtype)
-        return {name: features, "labels": _tokens(setup.batch, setup.target_len or setup.seq_len)}
+        return {name: torch.zeros(setup.batch, config.num_mel_bins, frames, dtype=model.dtype), "labels": ids(target)}
+    if name == "pixel_values":
+        size = getattr(config, "image_size", None)
+        if size is None:
+            size = 224
+            notes.append(f"the config has no image_size: {size} x {size} pixels are assumed")
+        shape = (getattr(config, "num_channels", 3), *((size, size) if isinstance(size, int) else size))
+        images = torch.zeros(setup.batch, *shape, dtype=model.dtype)
+        return {name: images, "labels": ids()} if has_loss else {name: images}
     _check_length(config, setup)
-    batch = {"input_ids": _tokens(setup.batch, setup.seq_len)}
+    batch = {"input_ids": ids(setup.seq_len)}
     notes.append("batches have no padding mask: attention is causal or full")
     if config.is_encoder_decoder:
-        target = setup.target_len or setup.seq_len
-        batch["labels"] = _tokens(setup.batch, target)
+        batch["labels"] = ids(target)
         if setup.loss_chunks > 1:
-            batch["decoder_input_ids"] = _tokens(setup.batch, target)
+            batch["decoder_input_ids"] = ids(target)
     elif type(model).__name__.endswith("ForSequenceClassification"):
-        batch["labels"] = torch.zeros(setup.batch, dtype=torch.int64)
         config.pad_token_id = None if setup.batch == 1 else (config.pad_token_id or 0)
         config.problem_type = "single_label_classification" if config.num_labels >= 2 else "regression"
-        if config.problem_type == "regression":
-            batch["labels"] = batch["labels"].to(model.dtype)
-    elif not _is_bare(type(model)):
-        batch["labels"] = _tokens(setup.batch, setup.seq_len)
+        batch["labels"] = ids().to(model.dtype) if config.problem_type == "regression" else ids()
+    elif has_loss:
+        batch["labels"] = ids(setup.seq_len)
     return batch
-
-
-def _make_images(model: Any, setup: Setup, notes: list[str]) -> dict[str, torch.Tensor]:
-    size = getattr(model.config, "image_size", None)
-    if size is None:
-        size = 224
-        notes.append(f"the config has no image_size: {size} x {size} pixels are assumed")
-    height, width = (size, size) if isinstance(size, int) else tuple(size)
-    channels = getattr(model.config, "num_channels", 3)
-    batch = {"pixel_values": torch.zeros(setup.batch, channels, height, width, dtype=model.dtype)}
-    if not _is_bare(type(model)):
-        batch["labels"] = torch.zeros(setup.batch, dtype=torch.int64)
-    return batch
-
-
-def _tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.zeros(batch, length, dtype=torch.int64)
 
 
 def _check_length(config: Any, setup: Setup) -> None:

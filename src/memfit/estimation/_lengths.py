@@ -12,14 +12,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _MAX_LENGTH = 1 << 24  # tokens; a larger number is an id
-_FORMATS = {
-    ".txt": "",
-    ".csv": "csv",
-    ".jsonl": "json",
-    ".feather": "feather",
-    ".arrow": "feather",
-    ".parquet": "parquet",
-}
 
 
 def describe_batches(lengths: npt.NDArray[np.int64], *, batch: int, max_length: int) -> dict[str, Any]:
@@ -56,45 +48,21 @@ def describe_batches(lengths: npt.NDArray[np.int64], *, batch: int, max_length: 
 
 
 def read_lengths(path: str | Path) -> npt.NDArray[np.int64]:
-    """Return the lengths in a file: ``.txt`` with one whole number a line, or ``.csv``, ``.jsonl``, ``.feather``
-    (``.arrow``) or ``.parquet`` with a column ``length`` or one column. A list counts as its length."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
+    """Return the lengths in a text file, one whole number a line."""
+    import numpy as np
 
-    path = Path(path)
     try:
-        values = _read_column(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise _no_length(getattr(error, "strerror", None) or str(error).partition("\n")[0], path) from error
-    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-        values = pc.list_value_length(values)
-    if not pa.types.is_integer(values.type) or values.null_count or not len(values):
-        missing = f"{values.null_count} of {len(values)} are missing"
-        raise _no_length(f"values of type {values.type}, {missing}", path)
-    found: npt.NDArray[np.int64] = values.cast(pa.int64()).to_numpy()
-    if found.min() < 0 or found.max() > _MAX_LENGTH:
-        raise _no_length(f"{found.min()} to {found.max()}", path)
-    return found
-
-
-def _read_column(path: Path) -> Any:
-    import pyarrow.csv
-    import pyarrow.dataset
-
-    if path.suffix.lower() not in _FORMATS:
-        raise _no_length(f"its name ends in none of {', '.join(_FORMATS)}", path)
-    bare = pyarrow.dataset.CsvFileFormat(read_options=pyarrow.csv.ReadOptions(column_names=["length"]))
-    kind: Any = _FORMATS[path.suffix.lower()] or bare
-    table = pyarrow.dataset.dataset(str(path), format=kind)
-    names = table.schema.names
-    if "length" not in names and len(names) != 1:
-        raise _no_length(f"columns {', '.join(names)}", path)
-    return table.to_table(columns=["length" if "length" in names else names[0]]).column(0)
-
-
-def _no_length(found: str, path: Path) -> DataError:
-    return DataError(
-        f"{path} holds no lengths: {found[:300]}.",
+        found = np.array([int(word) for word in Path(path).read_text(encoding="utf-8").split()], np.int64)
+    except OSError as error:
+        what = error.strerror or str(error)
+    except (ValueError, OverflowError) as error:
+        what = str(error)
+    else:
+        if len(found) and found.min() >= 0 and found.max() <= _MAX_LENGTH:
+            return found
+        what = f"{found.min()} to {found.max()}" if len(found) else "it is empty"
+    raise DataError(
+        f"{path} holds no lengths: {what[:300]}.",
         rule=f"a length is a whole number of tokens from 0 to {_MAX_LENGTH}.",
-        remedy="give one number for each sequence, a line each, or in a column named 'length'",
+        remedy="write one number for each sequence, a line each",
     )

@@ -1,49 +1,35 @@
-"""Frozen linear layers: their weights in 4 or 8 bits, and LoRA adapters beside them, with the memory of PEFT's."""
+"""Frozen linear layers: their weights in 4 bits, and LoRA adapters beside them, with the memory of PEFT's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from memfit.errors import ConfigError, nearest
+from memfit.estimation._setup import NF4_BLOCK
 
-#: bitsandbytes 0.45, functional.py, quantize_4bit: one fp32 maximum for 64 weights; double quantisation takes less.
-_BLOCK_SIZE = 64
 #: Layers that classify: PEFT trains them in full (tuners/lora, task type SEQ_CLS), and they are not quantised.
 CLASSIFIERS = ("classifier", "score")
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer whose frozen weight is held in 4 or 8 bits, with the memory of bitsandbytes' layers. The 4-bit
-    layer makes its weight again in the backward pass; the 8-bit layer keeps its input (MatMul8bitLt)."""
+    """A linear layer whose frozen weight is held in 4 bits, with the memory of bitsandbytes' layer: it makes its weight
+    again in the backward pass."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: torch.Tensor | None,
-        kind: Literal["nf4", "int8"],
-        *,
-        compute_dtype: torch.dtype,
+        self, in_features: int, out_features: int, bias: torch.Tensor | None, *, compute_dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.kind = kind
-        self.compute_dtype = compute_dtype
+        self.in_features, self.out_features, self.compute_dtype = in_features, out_features, compute_dtype
         size = in_features * out_features
-        if kind == "int8":
-            self.weight = _freeze(torch.empty(out_features, in_features, dtype=torch.int8))
-            self.scales = _freeze(torch.empty(out_features, dtype=torch.float32))
-        else:
-            self.weight = _freeze(torch.empty(math.ceil(size / 2), 1, dtype=torch.uint8))
-            self.code = _freeze(torch.empty(16, dtype=torch.float32))
-            self.maxima = _freeze(torch.empty(math.ceil(size / _BLOCK_SIZE), dtype=torch.float32))
+        self.weight = _freeze(torch.empty(math.ceil(size / 2), 1, dtype=torch.uint8))
+        self.code = _freeze(torch.empty(16, dtype=torch.float32))
+        self.maxima = _freeze(torch.empty(math.ceil(size / NF4_BLOCK), dtype=torch.float32))
         self.bias = None if bias is None else _freeze(torch.empty(bias.shape, dtype=bias.dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,16 +45,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, layer: QuantizedLinear) -> torch.Tensor:
         ctx.layer = layer
-        if layer.kind == "nf4":
-            return functional.linear(x, layer.make_weight(), bias)
-        ctx.save_for_backward(x)
-        rows = x.numel() // layer.in_features
-        quantized = torch.empty_like(x, dtype=torch.int8)
-        scales = torch.empty(rows, dtype=torch.float32)
-        sums = torch.empty(rows, layer.out_features, dtype=torch.int32)
-        result = torch.empty(*x.shape[:-1], layer.out_features, dtype=x.dtype)
-        del quantized, scales, sums
-        return result
+        return functional.linear(x, layer.make_weight(), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
@@ -82,24 +59,17 @@ def _freeze(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def quantize_linears(
-    model: nn.Module,
-    kind: Literal["nf4", "int8"],
-    *,
-    compute_dtype: torch.dtype,
-    skip: Collection[nn.Module] = (),
-) -> int:
+def quantize_linears(model: nn.Module, *, compute_dtype: torch.dtype, skip: Collection[nn.Module] = ()) -> int:
     """Freeze a model, quantise its linear layers (GPT-2's transposed ones too) but ``skip``, and return how many."""
     model.requires_grad_(False)
     kept = {id(module) for module in skip}
     num_replaced = 0
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if id(child) in kept or not _is_linear(child):
-                continue
-            bias: torch.Tensor | None = child.bias  # type: ignore[assignment]
-            setattr(parent, name, QuantizedLinear(*_find_features(child), bias, kind, compute_dtype=compute_dtype))
-            num_replaced += 1
+            if id(child) not in kept and _is_linear(child):
+                bias: torch.Tensor | None = child.bias  # type: ignore[assignment]
+                setattr(parent, name, QuantizedLinear(*_find_features(child), bias, compute_dtype=compute_dtype))
+                num_replaced += 1
     return num_replaced
 
 
@@ -136,7 +106,7 @@ class LoraLinear(nn.Module):
 def add_lora(model: nn.Module, rank: int, targets: Sequence[str], *, head: nn.Module | None = None) -> int:
     """Freeze a model but its classifier, put adapters beside linear layers (by last names), and return how many."""
     model.requires_grad_(False)
-    linears = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    linears = {name: module for name, module in model.named_modules() if name and _is_linear(module)}
     if "all-linear" in targets:
         chosen = [name for name, module in linears.items() if module is not head]
     else:

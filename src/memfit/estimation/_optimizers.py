@@ -12,14 +12,11 @@ from torch import nn
 
 from memfit.errors import ConfigError
 from memfit.estimation._program import DTYPES
-from memfit.estimation._setup import Setup
+from memfit.estimation._setup import STATE_BLOCK, Setup
 
-#: bitsandbytes 0.45, optim/optimizer.py, Optimizer2State: smaller tensors keep fp32 moments; one fp32 maximum is kept
-#: for every 256 moments (2048 before 0.44: fewer bytes). torchao 0.7, optim/adam.py, draws the same line at 4096.
-_MIN_QUANTIZED_SIZE = 4096
-_BLOCK_SIZE_8_BIT = 256
-#: The same, Optimizer8bit.get_state_buffer: smaller moments are not paged.
-_MIN_PAGED_SIZE = 100_000
+#: bitsandbytes 0.45, optim/optimizer.py: smaller tensors keep fp32 moments (torchao 0.7 draws the same line); smaller
+#: moments are not paged.
+_MIN_QUANTIZED_SIZE, _MIN_PAGED_SIZE = 4096, 100_000
 
 _Factory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
@@ -85,7 +82,7 @@ def _state_of_bitsandbytes(
             maps[f"qmap{index}"] = torch.zeros(256)
         state[f"state{index}"] = torch.zeros(0 if is_paged else size, dtype=torch.uint8, device=weight.device)
         state[f"qmap{index}"] = maps[f"qmap{index}"]
-        state[f"absmax{index}"] = torch.zeros(math.ceil(size / _BLOCK_SIZE_8_BIT), dtype=torch.float32)
+        state[f"absmax{index}"] = torch.zeros(math.ceil(size / STATE_BLOCK), dtype=torch.float32)
     return state
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,8 +24,6 @@ _forced_parts: list[tuple[Part, int]] = []
 _aten = torch.ops.aten
 #: The number of every block that is not on the device: a number made into a tensor, such as Adam's count of steps.
 _ON_HOST = -1
-#: What a router picks with, and the place of its picks in the result.
-_ROUTERS = {_aten.topk.default: 1, _aten.argmax.default: None, _aten.max.dim: 1}
 _DEPENDS_ON_DATA = (_aten.index.Tensor, _aten.masked_select.default, _aten.nonzero.default)
 
 
@@ -59,15 +57,6 @@ class Block:
             return "cast_weights"
         outliving: dict[Phase, Part] = {"build": "buffers", "forward": "activations", "step": "optimizer"}
         return outliving.get(self.phase, "temporaries") if self.outlived_birth_phase else "temporaries"
-
-
-@dataclass(eq=False)
-class Route:
-    """What a router picked: ``num_rows`` places for ``num_tokens`` tokens, of which each expert gets some."""
-
-    num_rows: int
-    num_tokens: int
-    experts: dict[Any, None] = field(default_factory=dict)  # those whose rows were picked, in order
 
 
 @dataclass
@@ -155,11 +144,8 @@ def _effect_of(func: Any) -> _Effect:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation below autograd, with fake results."""
 
-    def __init__(self, log: Log, cuda: CudaOps | None, notes: dict[str, None], balanced: Sequence[int] = ()) -> None:
+    def __init__(self, log: Log, cuda: CudaOps | None, notes: dict[str, None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.balanced = balanced
-        self.routes: list[Route] = []
-        self.routed: dict[int, tuple[Route, Any]] = {}  # by block: the route of picks and masks, and the expert
         self.longest = 1
         self.log = log
         self.cuda = cuda
@@ -192,43 +178,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self.log.resize(tensor)
         if is_concern:
             self._count_inside(func, args, result)
-        if func in _ROUTERS or self.routed:
-            self._follow_route(func, args, result)
         return result
-
-    def _follow_route(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Learn which whole numbers and masks follow from a router's picks."""
-        if func in _ROUTERS:
-            place = _ROUTERS[func]
-            picks = result if place is None else result[place]
-            each = picks.shape[-1] if func is _aten.topk.default and picks.dim() else 1
-            self.routes.append(Route(picks.numel(), picks.numel() // max(each, 1)))
-            self.routed[self.log.find(picks) or 0] = self.routes[-1], None
-        elif isinstance(result, torch.Tensor) and not result.is_floating_point():
-            number = self.log.find(result)
-            for one in args:
-                known = self.routed.get(self.log.find(one) or 0) if isinstance(one, torch.Tensor) else None
-                if known is None or number is None or number in self.routed or result.numel() < known[0].num_tokens:
-                    continue
-                is_compared = func is _aten.eq.Scalar and known[1] is None
-                self.routed[number] = known[0], args[1] if is_compared else known[1]
-
-    def _count_rows(self, mask: torch.Tensor) -> int:
-        """Return how many elements a mask picks: all, or those of an expert under the load that is traced."""
-        number = self.log.find(mask)
-        if number not in self.routed:
-            self.notes["masks are assumed to pick all elements"] = None
-            return mask.numel()
-        route, expert = self.routed[number]
-        if mask.numel() > route.num_rows:  # one mask for all experts
-            return route.num_rows
-        key = (number, mask.storage_offset()) if expert is None else expert
-        route.experts.setdefault(key)
-        place = self.routes.index(route)
-        if place < len(self.balanced):
-            return min(mask.numel(), -(-route.num_rows // max(self.balanced[place], 1)))
-        is_first = list(route.experts).index(key) < route.num_rows // max(route.num_tokens, 1)
-        return min(mask.numel(), route.num_tokens) if is_first else 1
 
     def _meet(self, func: Any, args: tuple[Any, ...]) -> None:
         """Count a real tensor that the step uses, as if it were on the device from now on."""
@@ -270,20 +220,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return guess
 
     def _pick_all(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Replace an operation by one whose mask picks every element, or what an expert gets."""
-        options: dict[str, Any] = {}
+        """Replace an operation by one whose mask picks every element."""
         if func is _aten.masked_select.default:
-            func, args = _aten.new_empty.default, (args[0], ((args[0] == args[1]).numel(),))
-            self.notes["masks are assumed to pick all elements"] = None
-        elif func is _aten.nonzero.default and (args[0].dim() == 1 or self.log.find(args[0]) in self.routed):
-            sizes = (self._count_rows(args[0]), args[0].dim())
-            func, args, options = _aten.new_empty.default, (args[0], sizes), {"dtype": torch.int64}
-        elif func is _aten.index.Tensor and any(one is not None and one.dtype is torch.bool for one in args[1]):
+            return _aten.new_empty.default, (args[0], (self._count_all(args[0] == args[1]),)), {}
+        if func is _aten.nonzero.default and args[0].dim() == 1:
+            return _aten.new_empty.default, (args[0], (self._count_all(args[0]), 1)), {"dtype": torch.int64}
+        if func is _aten.index.Tensor:
             indices: list[torch.Tensor | None] = []
             for index in args[1]:
                 if index is None or index.dtype is not torch.bool:
                     indices.append(index)
                 else:
-                    indices += [torch.empty(self._count_rows(index), dtype=torch.int64)] * index.dim()
+                    indices += [torch.empty(self._count_all(index), dtype=torch.int64)] * index.dim()
             args = (args[0], indices)
-        return func, args, options
+        return func, args, {}
+
+    def _count_all(self, mask: torch.Tensor) -> int:
+        self.notes["masks are assumed to pick all elements"] = None
+        return mask.numel()

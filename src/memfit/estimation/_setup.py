@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from memfit.errors import ConfigError, UsageError, check_counts
 from memfit.units import format_count
@@ -15,9 +15,12 @@ Optimizer = Literal[
 Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Strategy = Literal["none", "ddp", "fsdp"]
-Quantization = Literal["none", "nf4", "int8"]
+Quantization = Literal["none", "nf4"]
 Loading = Literal["any", "shards", "whole"]
 
+#: How many weights in 4 bits, and how many moments in 8 bits, share an fp32 scale: bitsandbytes 0.45, functional.py
+#: (double quantisation takes less) and optim/optimizer.py (2048 moments before 0.44: fewer bytes).
+NF4_BLOCK, STATE_BLOCK = 64, 256
 NOT_COMPILED = "torch.compile is left out: these figures are without it; most published compiled steps took less"
 #: What PEFT 0.17 adapts by default (utils/constants.py), by model type; others have q_proj and v_proj.
 _LORA_TARGETS: dict[str, tuple[str, ...]] = {
@@ -90,6 +93,12 @@ class Setup:
     def __post_init__(self) -> None:
         """Refuse a setup that contradicts itself, in the options of ``memfit estimate``."""
         faults = (
+            (
+                self.quantization not in get_args(Quantization),
+                f"--train quantization={self.quantization}.",
+                "frozen weights are held as they are, or in 4 bits: nf4.",
+                "--train quantization=nf4, or leave it out",
+            ),
             (
                 self.optimizer_in_backward and self.num_microbatches > 1,
                 f"--train optimizer_in_backward=true with --microbatches {self.num_microbatches}.",

@@ -25,11 +25,9 @@ from memfit.errors import MemfitError, UntraceableError
 from memfit.estimation._cuda_ops import CudaOps
 from memfit.estimation._events import Event, Trace
 from memfit.estimation._program import Program, find_tensors
-from memfit.estimation._recorder import Log, Recorder, part
+from memfit.estimation._recorder import Log, Recorder
 from memfit.estimation._setup import NOT_COMPILED
 from memfit.estimation._time_limit import check_time, time_left
-
-__all__ = ["part", "trace"]
 
 _aten = torch.ops.aten
 #: Operations such as ``arange`` run for real up to this many numbers.
@@ -46,7 +44,6 @@ def trace(
     cuda: bool = True,
     real_data: bool = False,
     first_forward: float = 1.0,
-    balanced: Sequence[int] = (),
 ) -> Trace:
     """Record what training iterations do with device memory, run on fake CPU tensors.
 
@@ -54,18 +51,17 @@ def trace(
     in the first iteration and count in full in the second. ``cuda`` replaces operations by those of CUDA. With
     ``real_data`` the step's data are real: floating-point tensors become fake when an operation uses them; whole
     numbers and masks are computed, so that lengths, counts and places are this batch's. The first forward pass of a
-    training may take the share ``first_forward`` of the time that is left. The experts that a router picks first get
-    all tokens, the others one, unless ``balanced`` has the number of experts of each routing (`Trace.experts`)."""
+    training may take the share ``first_forward`` of the time that is left."""
     check_time()  # before a model is built
     log, notes = Log(), dict[str, None]()
-    ops = CudaOps(architecture) if cuda else None
+    ops = CudaOps(architecture)
     fake_mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
     watch, program = _Watch(log, cuda=cuda), None
     try:
         with fake_mode, _converting_fakes(), contextlib.ExitStack() as stack:
-            if ops is not None:
+            if cuda:
                 stack.enter_context(ops)
-            recorder = stack.enter_context(Recorder(log, ops, notes, balanced))
+            recorder = stack.enter_context(Recorder(log, ops if cuda else None, notes))
             reals = _RealTensors(fake_mode, log)
             if real_data:
                 stack.enter_context(reals)
@@ -84,7 +80,7 @@ def trace(
                 watch.claim_all()
                 recorder.longest = max(recorder.longest, reals.longest)
                 reals.held.clear()
-            notes |= dict.fromkeys(program.notes if program else ()) | (ops.notes if ops else {})
+            notes |= dict.fromkeys(program.notes if program else ())
             if any(hasattr(one, "_orig_mod") or one._compiled_call_impl for _, one in watch.modules.values()):
                 notes[NOT_COMPILED] = None
             found = Trace(
@@ -93,10 +89,9 @@ def trace(
                 tuple(notes),
                 {number: block.stream for number, block in enumerate(log.blocks) if block.stream},
                 max((int(getattr(one, "slack_bytes", 0)) for one in watch.optimizers.values()), default=0),
-                ops.convolution_slack if ops else {},
+                ops.convolution_slack,
                 program.load if program else None,
                 program.cast_slack if program else 0,
-                tuple(len(route.experts) for route in recorder.routes),
             )
     except (MemfitError, MemoryError, KeyboardInterrupt):
         raise

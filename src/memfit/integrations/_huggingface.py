@@ -15,9 +15,8 @@ import transformers
 from transformers.trainer_callback import ExportableState
 
 from memfit.errors import UsageError
-from memfit.integrations._accelerated import refused_ranks
 from memfit.integrations._callbacks import steers_by_count
-from memfit.integrations._huggingface_recovery import not_recoverable
+from memfit.integrations.accelerate import refused_ranks
 from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary, loader_settings, record
 from memfit.training import Due, LoopParts, Session, length_of, order_of
 
@@ -75,8 +74,7 @@ class MemfitCallback(transformers.TrainerCallback):
             session.journal.resume(path, (at.epoch, at.epoch_step))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._say_loaders(args, **kwargs)
-        self._close_epoch()
+        self._close_epoch(args, **kwargs)
         at = self.session.position
         self._epoch, at.batch, self.is_begun = at.epoch, 0 if self.is_begun else at.batch, True
         if (order := order_of(kwargs.get("train_dataloader"))) is not None:
@@ -108,10 +106,7 @@ class MemfitCallback(transformers.TrainerCallback):
         # transformers carries the gradients of a stream's last batches over to its next pass
         control.should_save |= self.session.due() is Due.STOP and not control.should_training_stop
         self._steer(args, state, control)
-        if not control.should_evaluate:
-            self._phase("checkpoint" if control.should_save else "train")
-        else:
-            self._phase("validate")
+        self._phase("validate" if control.should_evaluate else "checkpoint" if control.should_save else "train")
 
     def _steer(self, args: Any, state: Any, control: Any) -> None:
         """Let a canary save after a few steps and validate then, whatever the arguments say of the long run."""
@@ -165,19 +160,19 @@ class MemfitCallback(transformers.TrainerCallback):
             session.stop(f"after step {state.global_step} of {state.max_steps}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._say_loaders(args, **kwargs)
-        self._close_epoch()
+        self._close_epoch(args, **kwargs)
         self._is_training = False
 
-    def _say_loaders(self, args: Any, train_dataloader: Any = None, eval_dataloader: Any = None, **kwargs: Any) -> None:
-        """Record the loaders, after an epoch: transformers makes that of the evaluation when it evaluates."""
-        if self._epoch >= 0:
+    def _close_epoch(
+        self, args: Any = None, train_dataloader: Any = None, eval_dataloader: Any = None, **_: Any
+    ) -> None:
+        """Record the epoch, and the loaders after it: transformers makes that of the evaluation when it evaluates."""
+        journal = self.session.journal
+        if self._epoch >= 0 and args is not None:
             loaders = loader_settings(train_dataloader) | loader_settings(eval_dataloader, "validation")
-            self.session.journal.loaders(loaders | {"accumulation": args.gradient_accumulation_steps})
-
-    def _close_epoch(self) -> None:
+            journal.loaders(loaders | {"accumulation": args.gradient_accumulation_steps})
         if self._epoch >= 0:
-            self.session.journal.epoch(self._epoch + 1, self._numbers, self.session.journal.pace())
+            journal.epoch(self._epoch + 1, self._numbers, journal.pace())
         self._numbers, self._losses, self._epoch = {}, [0.0, 0.0], -1
 
 
@@ -195,16 +190,20 @@ def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool, recover: boo
         ("n_gpu", args.n_gpu > 1, "start a rank for each GPU: memfit run --nproc N"),
         ("auto_find_batch_size", args.auto_find_batch_size, "leave it off, and pass recover=True"),
         ("save_only_model", args.save_only_model, "leave it off: a resume needs the optimizer"),
-        (
-            "enable_jit_checkpoint",
-            getattr(args, "enable_jit_checkpoint", False),
-            "leave it off: memfit saves at a stop",
-        ),
+        ("enable_jit_checkpoint", args.enable_jit_checkpoint, "leave it off: memfit saves at a stop"),
         ("model_init", trainer.model_init is not None, "pass model=model_init()"),
         ("adalora", "AdaLoraConfig(" in str(getattr(trainer.model, "peft_config", "")), "take LoRA: no rank is pruned"),
         ("stoppable", hasattr(trainer, "memfit"), "call stoppable or exact once"),
     ]
-    found += not_recoverable(trainer) if recover else []
+    if recover:
+        own_inputs = type(trainer)._prepare_inputs is not transformers.Trainer._prepare_inputs
+        is_endless = args.gradient_accumulation_steps > 1 and not hasattr(trainer.train_dataset, "__len__")
+        lomo = "recover with an optimizer that steps in the backward pass"
+        found += [
+            (lomo, "lomo" in args.optim.lower(), "take another"),
+            ("recover with an own _prepare_inputs", own_inputs, "leave recover off: it may count its calls"),
+            ("recover over a stream with gradient_accumulation_steps", is_endless, "set it to 1"),
+        ]
     if is_exact:
         stateful = getattr(config, "use_stateful_dataloader", False)
         kinds = [(type(one).__name__, one._compiled_call_impl) for one in trainer.model.modules()]

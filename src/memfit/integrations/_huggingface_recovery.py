@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
+from accelerate.utils import send_to_device
 
 from memfit.errors import SampleTooLargeError, UsageError
 from memfit.training import StepRecovery, samples_in
@@ -40,8 +40,8 @@ class Recovery:
     def begin(self, batches: Sequence[Any]) -> None:
         self.batches, self._losses = batches, None
         for size in map(samples_in, batches):
-            if size >= self.trainer._train_batch_size:  # a smaller one says nothing
-                self._is_by_sample = size == self.trainer._train_batch_size and self._is_by_sample is not False
+            if size >= self.trainer.args.train_batch_size:  # a smaller one says nothing
+                self._is_by_sample = size == self.trainer.args.train_batch_size and self._is_by_sample is not False
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Return the loss of the next batch; the first of a step makes the gradients of all."""
@@ -66,7 +66,7 @@ class Recovery:
     def _evaluated(self, batch: Any) -> torch.Tensor:
         trainer = self.trainer
         with trainer.compute_loss_context_manager():
-            inputs = trainer._prepare_inputs(batch)
+            inputs = send_to_device(batch, trainer.args.device)
             found: torch.Tensor = trainer.compute_loss(self._model, inputs, num_items_in_batch=self._num_items)
         return found
 
@@ -77,18 +77,3 @@ class Recovery:
         else:
             labels = batch["labels"][..., 1:] if self.trainer._loss_shifts_labels else batch["labels"]
         return float(labels.ne(-100).sum())
-
-
-def not_recoverable(trainer: Any) -> list[tuple[str, bool, str]]:
-    args = trainer.args
-    is_stateful = type(trainer)._prepare_inputs is not transformers.Trainer._prepare_inputs
-    is_endless = args.gradient_accumulation_steps > 1 and not hasattr(trainer.train_dataset, "__len__")
-    return [
-        (
-            "recover with an optimizer that steps in the backward pass",
-            "lomo" in str(args.optim).lower(),
-            "take another",
-        ),
-        ("recover with an own _prepare_inputs", is_stateful, "leave recover off: it may count its calls"),
-        ("recover over a stream with gradient_accumulation_steps", is_endless, "set it to 1"),
-    ]

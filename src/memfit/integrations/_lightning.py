@@ -1,12 +1,10 @@
-"""Watch a training in Lightning, replay its loader, and carry its running means; see ``lightning.py``."""
+"""Watch a training in Lightning, replay its loader, and keep its metrics; see ``lightning.py``."""
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
@@ -14,12 +12,12 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
+from memfit.errors import UsageError
 from memfit.integrations._callbacks import steers_by_count
 from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary, loader_settings
-from memfit.training import Course, LoopParts, Session, Unheard, length_of, samples_in
+from memfit.training import Course, LoopParts, Session, Unheard, length_of, order_of, samples_in
 
 #: What a callback steers by: one that does, and counts for itself, must export its state.
 _STEERED = {"optimizers", "lr_schedulers", "param_groups", "requires_grad"}  # or by weights, of which it keeps a mean
@@ -83,8 +81,8 @@ class MemfitCallback(Callback):
         waited = self._began - self._ended if self._ended else 0.0
         self.session.journal.took(now - self._began + waited, waited, samples_in(batch))
         self._ended = now
-        if is_between_steps(trainer, batch_idx + 1):
-            every, num = trainer.accumulate_grad_batches, trainer.num_training_batches
+        every, num = trainer.accumulate_grad_batches, trainer.num_training_batches
+        if (batch_idx + 1) % every == 0 or batch_idx + 1 == num:
             step = -(-(batch_idx + 1) // every)
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
             num_steps = step if num == float("inf") else -(-int(num) // every)
@@ -109,20 +107,19 @@ class MemfitCallback(Callback):
         self._ended = 0.0
 
 
-def is_between_steps(trainer: Any, num_batches: int) -> bool:
-    """Return whether no accumulation is open after so many batches of an epoch."""
-    loop = trainer.fit_loop.epoch_loop
-    is_last = num_batches == loop.batch_progress.current.ready and loop._num_ready_batches_reached()
-    return bool(is_last or num_batches % trainer.accumulate_grad_batches == 0)
-
-
 class Batches(Course):
-    """A training loader as it is, of which Lightning knows no more than that it gives batches. It begins when its first
-    batch is asked for: Lightning makes iterators before it knows the epoch, and trains as many batches as it has."""
+    """A training loader of which Lightning knows no more than that it gives batches: it deals and saves nothing of it.
+    It begins when its first batch is asked for: Lightning makes iterators before it knows the epoch."""
 
-    def __init__(self, loader: Any) -> None:
-        _auto_add_worker_init_fn(loader, 0)
+    def __init__(self, loader: Any, rank: int, fetched: Callable[[], None]) -> None:
+        _auto_add_worker_init_fn(loader, rank)
         super().__init__(loader, LoopParts({}), runs_forward=length_of(loader) is not None)
+        self.fetched = fetched
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__() if order_of(self.loader) is None else self.loader:
+            self.fetched()
+            yield batch
 
 
 def keeps_state(callback: Callback) -> bool:
@@ -161,37 +158,47 @@ def refused_ranks(trainer: Any, module: LightningModule, is_exact: bool) -> dict
 # --- what Lightning computes on the way, and saves in no checkpoint
 
 
-def running_means(trainer: Any, module: LightningModule) -> dict[str, Any]:
-    """Return the metrics of the epoch so far, for ``put_means``."""
-    results = {}
-    for key, result in trainer.fit_loop.epoch_loop._results.items():
-        meta = {one.name: getattr(result.meta, one.name) for one in fields(result.meta) if one.name != "_sync"}
-        sync = {"_should": result.meta.sync.should, "rank_zero_only": result.meta.sync.rank_zero_only}
-        results[key] = (meta, sync, result.is_tensor, _state_of(result) if result.is_tensor else {})
-    metrics = {name: _state_of(one) for name, one in module.named_modules() if isinstance(one, Metric)}
-    callback = dict(trainer._logger_connector._callback_metrics)
-    return {"results": results, "metrics": metrics, "callback": callback}
+def metric_states(module: LightningModule) -> dict[str, dict[str, Any]]:
+    """Return what the metrics of torchmetrics have gathered so far, for ``put_metrics``."""
+    for one in module.modules():
+        if isinstance(one, MetricCollection):
+            one.values()  # gives each metric of a group the state that they share
+    metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
+    return {name: {**one.metric_state, "_update_count": one.update_count} for name, one in metrics.items()}
 
 
-def put_means(trainer: Any, module: LightningModule, means: Mapping[str, Any]) -> None:
+def put_metrics(module: LightningModule, states: Mapping[str, Mapping[str, Any]]) -> None:
     named = dict(module.named_modules())
-    for key, (fields_of, sync, is_tensor, state) in means["results"].items():
-        meta = _Metadata(**fields_of)
-        meta.sync = _Sync(fn=trainer.strategy.reduce, **sync)
-        result = trainer.fit_loop.epoch_loop._results[key] = _ResultMetric(meta, is_tensor)
-        for name, value in (state if is_tensor else {"value": named[str(meta.metric_attribute)]}).items():
-            setattr(result, name, value)
-    for name, state in means["metrics"].items():
+    for name, state in states.items():
         for key, value in state.items():
             setattr(named[name], key, value)
-    trainer._logger_connector._callback_metrics.update(means["callback"])
-    trainer._logger_connector._first_loop_iter = False  # else the first log of a process begins them anew
-    trainer.fit_loop._restarting = False  # else no schedule follows the means of this epoch
 
 
-def _state_of(metric: Any) -> dict[str, Any]:
-    names = [*metric._defaults, "_update_count", "_forward_cache", "has_reset"]
-    return {name: copy.deepcopy(getattr(metric, name)) for name in names if hasattr(metric, name)}
+def monitors(trainer: Any, allow: Collection[str]) -> dict[str, str]:
+    """Return which callbacks and schedules follow a figure, by its name."""
+    found = {one.monitor: type(one).__name__ for one in trainer.callbacks if getattr(one, "monitor", None)}
+    plateaus = [one for one in trainer.lr_scheduler_configs if one.reduce_on_plateau]
+    found |= {one.monitor: type(one.scheduler).__name__ for one in plateaus}
+    return {name: who for name, who in found.items() if f"monitor.{name}" not in allow}
+
+
+def refuse_means(module: LightningModule, followed: Mapping[str, str]) -> None:
+    """Let the module's next steps refuse to log a plain mean that is followed."""
+    own = module.log
+
+    def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+        found = {name, f"{name}_epoch"} & followed.keys() if options.get("on_epoch") else set()
+        if found and not isinstance(value, Metric):
+            name = found.pop()
+            raise UsageError(
+                f"{followed[name]} follows {name!r}, a plain mean of the steps of an epoch.",
+                rule="exact: Lightning saves no such mean, so it begins anew where an epoch is resumed in its midst.",
+                remedy="log a torchmetrics.MeanMetric() under that name, or follow a figure of the validation; or pass "
+                f'allow=("monitor.{name}",)',
+            )
+        own(name, value, *args, **options)
+
+    vars(module)["log"] = log
 
 
 # --- a step that is tried

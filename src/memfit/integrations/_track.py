@@ -96,18 +96,14 @@ def start_trackers(settings: TrackSettings, run: RunDir, events: EventWriter) ->
         if importlib.util.find_spec(name) is None:
             extra = "trackio" if name == "trackio" else "integrations"
             raise MissingExtraError.of(name, extra, f"track.to: {name}")
-    if "wandb" in settings.to and not settings.offline and not os.environ.get(settings.key_variable):
-        raise UsageError(
-            f"track.to names wandb, and {settings.key_variable} is not set.",
-            rule="Weights & Biases needs a key, unless track.offline says that nothing is to be sent.",
-            remedy=f"export {settings.key_variable}, or --set track.offline=true",
-        )
-    if "mlflow" in settings.to and not settings.offline and not os.environ.get("MLFLOW_TRACKING_URI"):
-        raise UsageError(
-            "track.to names mlflow, and MLFLOW_TRACKING_URI is not set.",
-            rule="MLflow needs the address of its server, unless track.offline says that nothing is to be sent.",
-            remedy="export MLFLOW_TRACKING_URI=http://..., or --set track.offline=true",
-        )
+    needed = {} if settings.offline else {"wandb": settings.key_variable, "mlflow": "MLFLOW_TRACKING_URI"}
+    for tracker, variable in needed.items():
+        if tracker in settings.to and not os.environ.get(variable):
+            raise UsageError(
+                f"track.to names {tracker}, and {variable} is not set.",
+                rule="it holds the key or the server's address, unless track.offline says that nothing is to be sent.",
+                remedy=f"export {variable}=..., or --set track.offline=true",
+            )
     return Tracking(run, settings, events) if settings.to else None
 
 

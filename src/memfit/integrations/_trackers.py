@@ -23,13 +23,13 @@ class Tracker(Protocol):
         """Show how a job ended, and why."""
 
     def flush(self) -> None:
-        """Write what was shown."""
+        """Write what was shown, if the tracker does not by itself."""
 
     def close(self, state: str, cause: str) -> None:
         """Close the tracker's run with the state and the cause of the run's end."""
 
 
-class _TensorBoard:
+class _TensorBoard(Tracker):
     """Scalars and texts by job, in ``RUN/tensorboard``."""
 
     def __init__(self, run: RunDir, _: str) -> None:
@@ -62,7 +62,7 @@ class _TensorBoard:
         self.writer.close()
 
 
-class _Wandb:
+class _Wandb(Tracker):
     """One run of Weights & Biases; offline below ``RUN/wandb``. Its summary holds the ends."""
 
     def __init__(self, run: RunDir, project: str) -> None:
@@ -82,9 +82,6 @@ class _Wandb:
     def end(self, job: str, state: str, cause: str) -> None:
         self.run.summary.update({f"{job}/state": state, f"{job}/cause": cause})
 
-    def flush(self) -> None:
-        """Weights & Biases writes by itself."""
-
     def close(self, state: str, cause: str) -> None:
         self.run.summary.update({"state": state, "cause": cause})
         if state == "preempted":
@@ -92,7 +89,7 @@ class _Wandb:
         self.run.finish(exit_code=0 if state in ("completed", "stopped") else 1)
 
 
-class _MLflow:
+class _MLflow(Tracker):
     """One run of MLflow; offline below ``RUN/mlflow``. Its tags hold the ends."""
 
     def __init__(self, run: RunDir, project: str) -> None:
@@ -115,16 +112,13 @@ class _MLflow:
     def end(self, job: str, state: str, cause: str) -> None:
         self.client.set_tag(self.id, f"{job}/end", _sentence(state, cause))
 
-    def flush(self) -> None:
-        """MLflow writes at once."""
-
     def close(self, state: str, cause: str) -> None:
         self.end("run", state, cause)
         asked = "KILLED" if state in ("preempted", "cancelled") else "FAILED"
         self.client.set_terminated(self.id, "FINISHED" if state in ("completed", "stopped") else asked)
 
 
-class _Trackio:
+class _Trackio(Tracker):
     """One run of trackio; offline below ``RUN/trackio``. Its alerts tell the ends."""
 
     def __init__(self, run: RunDir, project: str) -> None:
@@ -139,9 +133,6 @@ class _Trackio:
     def end(self, job: str, state: str, cause: str) -> None:
         level = self.levels.INFO if state in ("completed", "stopped") else self.levels.ERROR
         self.run.alert(f"{job}: {state}", cause or None, level)
-
-    def flush(self) -> None:
-        """trackio writes by itself."""
 
     def close(self, state: str, cause: str) -> None:
         self.end("run", state, cause)

@@ -1,6 +1,7 @@
 """Watch, stop and resume a loop of Accelerate, and make the resume exact: ``docs/frameworks/accelerate.md``.
 
-The loop is that of ``memfit.training.Loop``; ``accelerator.save_state`` writes what it saves.
+The loop is that of ``memfit.training.Loop``; ``accelerator.save_state`` writes what it saves. Private names of
+Accelerate that have no public way: the lists of what it has prepared.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ except ModuleNotFoundError as error:
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import UsageError
-from memfit.integrations._accelerated import refused_ranks
 from memfit.training import Loop, LoopParts, Ranks, deaf_workers, order_of
 
 __all__ = ["Exact", "MemfitCallback", "Stop"]
@@ -225,10 +225,33 @@ class _Prepared(LoopParts):
         return bool(loader.end_of_dataloader)
 
     def source(self, loader: Any) -> Any:
-        if self.accelerator.num_processes > 1 and isinstance(loader.dataset, torch.utils.data.IterableDataset):
-            raise UsageError(
-                f"The training data are a stream, and there are {self.accelerator.num_processes} ranks.",
-                rule="the position of a stream is kept in one process alone.",
-                remedy="give the data an index, or train in one process",
-            )
+        refuse_stream(loader.dataset, self.accelerator.num_processes)
         return super().source(getattr(loader, "base_dataloader", loader))
+
+
+def refuse_stream(data: Any, size: int) -> None:
+    if size > 1 and isinstance(data, torch.utils.data.IterableDataset):
+        raise UsageError(
+            f"The training data are a stream ({type(data).__name__}), and there are {size} ranks.",
+            rule="the position of a stream is kept in one process alone.",
+            remedy="give the data an index, or train in one process",
+        )
+
+
+def refused_ranks(accelerator: Any) -> list[tuple[str, bool, str]]:
+    """Return by name what several ranks may have that no checkpoint keeps: whether it is so, and what to do."""
+    size, kind = accelerator.num_processes, str(accelerator.distributed_type.value)
+    data, handler = accelerator.dataloader_config, accelerator.ddp_handler
+    hook = "" if handler is None else str(handler.comm_hook.value)
+    has_mesh = getattr(accelerator, "torch_device_mesh", None) is not None
+    is_plain = kind == "NO" or kind.startswith("MULTI_")
+    return [
+        (
+            "parallelism_config" if has_mesh else kind.lower(),
+            has_mesh or not is_plain,
+            "train in one process, or on ranks in DistributedDataParallel; or keep to the framework's own checkpoints",
+        ),
+        ("dispatch_batches", size > 1 and bool(data.dispatch_batches), "leave it off: each rank reads its own data"),
+        ("even_batches", size > 1 and not data.even_batches, "leave it on: its peers would wait for a rank's batch"),
+        ("comm_hook", size > 1 and "power" in hook, "take another: no checkpoint holds its state"),
+    ]

@@ -1,4 +1,9 @@
-"""Watch, stop and resume the Trainer of transformers, and make the resume exact: ``docs/frameworks/huggingface.md``."""
+"""Watch, stop and resume the Trainer of transformers, and make the resume exact: ``docs/frameworks/huggingface.md``.
+
+Private names that have no public way: ``_save_checkpoint`` (the seal comes after all that it writes); ``_tr_loss``,
+``_total_loss_scalar``, ``_globalstep_last_logged``, ``_initial_global_step`` and ``_finalize_training`` (logged losses
+and ``train_runtime`` go on); for ``recover``, ``_loss_shifts_labels``. Of torch, ``_shutdown_workers``.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from memfit.errors import MissingExtraError as _MissingExtraError
 try:
     import torch
     import transformers
+    from accelerate.utils import send_to_device
     from torch.utils.data import IterableDataset
     from transformers.trainer_utils import rotate_checkpoints
 except ModuleNotFoundError as error:
@@ -22,6 +28,7 @@ except ModuleNotFoundError as error:
 from memfit.errors import StoppedError, UsageError
 from memfit.integrations._huggingface import PREFIX, MemfitCallback, refuse, steps_of, under_own_names
 from memfit.integrations._huggingface_recovery import Recovery
+from memfit.integrations.accelerate import refuse_stream
 from memfit.rundir import canary_folder
 from memfit.training import (
     WHOLE,
@@ -104,7 +111,8 @@ def _adapt(trainer: Any, allow: Collection[str], stream: KeyedStream | None, rec
     kind, own = type(trainer), vars(trainer)
     # what was put over a method of the instance is what super() reaches
     replaced = {name: staticmethod(own.pop(name)) for name in vars(_Adapted).keys() & own.keys()}
-    named = {"__module__": kind.__module__, "memfit": memfit, "recovery": Recovery(trainer) if recover else None}
+    recovery = Recovery(trainer) if recover else None
+    named = {"__module__": kind.__module__, "memfit": memfit, "recovery": recovery, "loaders": []}
     trainer.__class__ = type(kind.__name__, (_Adapted, type(kind.__name__, (kind,), replaced)), named)
 
 
@@ -117,6 +125,8 @@ class _Adapted(_Trainer):  # type: ignore[misc]
     memfit: MemfitCallback
     recovery: Recovery | None
     accelerator: Any
+    loaders: list[Any]
+    lost: dict[str, Any] | None = None
     is_checked = False
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -129,11 +139,15 @@ class _Adapted(_Trainer):  # type: ignore[misc]
             session.position, session.course, session.is_open = Position(), None, False
             memfit.is_begun, self.began = False, time.time()
             path = session.open(lambda: keeper.lead(lambda: choose(resume_from_checkpoint, keeper.path)))
+            self.lost = None
+            if not hasattr(self.model, "peft_config"):  # a checkpoint holds its adapters alone
+                note = self.model.register_load_state_dict_post_hook(lambda *load: self._note_load(*load))
+                session.at_end.callback(note.remove)
             try:
                 return super().train(None if path is None else str(path), *args, **kwargs)
             except StoppedError as error:
                 traceback.clear_frames(error.__traceback__)  # with them goes what iterates, and its workers
-                for loader in self.accelerator._dataloaders:
+                for loader in self.loaders:
                     if (lasting := getattr(loader, "_iterator", None)) is not None:
                         lasting._shutdown_workers()
                 raise
@@ -167,18 +181,13 @@ class _Adapted(_Trainer):  # type: ignore[misc]
             )
         made = self._stream_of(made) if streams else made
         self.memfit.num_steps = steps_of(made, self.args) or 1
+        self.loaders.append(made)
         return made
 
     def _stream_of(self, loader: Any) -> Any:
         """Return a stream that goes on by itself."""
         session, args = self.memfit.session, self.args
-        if session.ranks is not None:
-            kind = type(loader.dataset).__name__
-            raise UsageError(
-                f"The training data are a stream ({kind}), and there are {session.ranks.size} ranks.",
-                rule="the position of a stream is kept in one process alone.",
-                remedy="give the data an index, or train in one process",
-            )
+        refuse_stream(loader.dataset, args.world_size)
         session.course = _Passes(loader, session.parts, runs_forward=not args.ignore_data_skip)
         args.ignore_data_skip |= session.resumed is not None
         return session.course
@@ -186,6 +195,7 @@ class _Adapted(_Trainer):  # type: ignore[misc]
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super().get_eval_dataloader(*args, **kwargs)
         deaf_workers(getattr(loader, "base_dataloader", loader))
+        self.loaders.append(loader)
         return loader
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,6 +216,12 @@ class _Adapted(_Trainer):  # type: ignore[misc]
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Compare the settings: optimizer and schedule are made, and nothing is loaded over them."""
         made, session = super().create_scheduler(*args, **kwargs), self.memfit.session
+        if self.lost:
+            raise UsageError(
+                f"The checkpoint has other weights than the model: {list_some(list(self.lost))}.",
+                rule="a resume takes every weight; what is missing would go on as it was initialised.",
+                remedy="build the model as it was, or take another output_dir",
+            )
         self._move_last()  # some may have been made anew
         self.memfit.move(self.state.global_step)
         resumed, is_within = session.resumed, not session.facts and session.position.epoch_step
@@ -222,25 +238,19 @@ class _Adapted(_Trainer):  # type: ignore[misc]
         session.compare(recover=self.recovery is not None, weights=weights, **settings)
         return made
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Refuse a checkpoint of which not every weight was taken: transformers only logs that."""
-        weights = self.model.state_dict(keep_vars=True)
-        taken = {id(one) for name, one in weights.items() if name not in load_result.missing_keys}
-        lost = [name for name in load_result.missing_keys if name in weights and id(weights[name]) not in taken]
-        if found := [*lost, *load_result.unexpected_keys]:
-            raise UsageError(
-                f"The checkpoint has other weights than the model: {list_some(found)}.",
-                rule="a resume takes every weight; what is missing would go on as it was initialised.",
-                remedy="build the model as it was, or take another output_dir",
-            )
-        super()._issue_warnings_after_load(load_result)
+    def _note_load(self, model: torch.nn.Module, found: Any) -> None:
+        """Note what a checkpoint lacks of the model, and the model of it."""
+        weights = model.state_dict(keep_vars=True)
+        taken = {id(one) for name, one in weights.items() if name not in found.missing_keys}
+        lost = (weights if self.lost is None else self.lost).items()
+        self.lost = {name: one for name, one in lost if id(one) not in taken} | dict.fromkeys(found.unexpected_keys)
 
     def _rehearse(self, loader: Any) -> None:
         model = self.model_wrapped if self.memfit.session.ranks is None else self.model  # no peer is waited for here
 
         def loss(batch: Any) -> torch.Tensor:
             with self.compute_loss_context_manager():
-                found: torch.Tensor = self.compute_loss(model, self._prepare_inputs(batch))
+                found: torch.Tensor = self.compute_loss(model, send_to_device(batch, self.args.device))
             return found
 
         model.train()

@@ -1,10 +1,16 @@
-"""Watch, stop and resume a training in Lightning, and make the resume exact: ``docs/frameworks/lightning.md``."""
+"""Watch, stop and resume a training in Lightning, and make the resume exact: ``docs/frameworks/lightning.md``.
+
+Private names that have no public way: ``_signal_connector`` (its handler of SIGTERM ends a training without a save),
+``_data_connector`` and ``_auto_add_worker_init_fn`` (what is done with a ``DataLoader``), ``_accelerator_connector``
+(who started the ranks), ``_on_before_batch_transfer`` (the hook may be the data module's), ``fit_loop._restarting``
+(its setter takes no False where ``max_steps`` is set), what a strategy keeps. Of torchmetrics, ``_update_count``.
+"""
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +25,7 @@ try:
     from lightning.pytorch.trainer.states import RunningStage
     from lightning.pytorch.utilities import CombinedLoader
     from lightning.pytorch.utilities.model_helpers import is_overridden
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
     from torch.utils.data import DataLoader
 except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "lightning", __name__) from error
@@ -27,12 +34,13 @@ from memfit.errors import StoppedError, UsageError
 from memfit.integrations._lightning import (
     Batches,
     MemfitCallback,
-    is_between_steps,
     keeps_state,
     metric_numbers,
-    put_means,
+    metric_states,
+    monitors,
+    put_metrics,
+    refuse_means,
     refused_ranks,
-    running_means,
     silent,
 )
 from memfit.training import (
@@ -58,7 +66,7 @@ from memfit.training import (
 
 __all__ = ["Exact", "MemfitCallback", "Stop"]
 
-_FILE, _MEANS = "lightning.ckpt", "means-{}.pt"
+_FILE, _METRICS = "lightning.ckpt", "metrics-{}.pt"
 
 
 class Stop(MemfitCallback):
@@ -83,10 +91,10 @@ class Stop(MemfitCallback):
         super().__init__()
         self.session = Session(LoopParts({}), SealedFolder(folder), every=every, keep=keep, allow=allow)
         self._loader: Any = None
-        self._means: Any = None  # what is put back at the first batch
         self._is_asked = self._is_in_epoch = False
+        self._followed: dict[str, str] = {}
         self._stepped: set[torch.optim.Optimizer] = set()
-        self._num_open = 0  # batches since each optimizer has stepped
+        self._num_open = 0  # batches since the last step, of each optimizer where the module makes its steps
 
     def fit(
         self, trainer: Any, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, **options: Any
@@ -102,7 +110,8 @@ class Stop(MemfitCallback):
         """
         self._refuse(trainer, model)
         trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, MemfitCallback)] + [self]
-        session, self._means, self._is_asked = self.session, None, True
+        session, self._num_open = self.session, 0
+        self._is_asked = self._is_in_epoch = True
         with session:
             self._join(trainer)
             session.position = Position()
@@ -130,7 +139,7 @@ class Stop(MemfitCallback):
             trainer.fit(model, train, _deaf(val_dataloaders), **options | {"weights_only": False})
 
     def _join(self, trainer: Any) -> None:
-        session, signals, data = self.session, trainer._signal_connector, trainer._data_connector
+        session, signals = self.session, trainer._signal_connector
         # it ends a training without a save, and calls a collective alone
         signals._sigterm_notifier_fn = lambda *_: None
         session.at_end.callback(vars(signals).pop, "_sigterm_notifier_fn")
@@ -141,9 +150,6 @@ class Stop(MemfitCallback):
         beat("begin")
         trainer.strategy.setup_environment()
         session.join(Ranks.current())
-        deals = data._requires_distributed_sampler
-        data._requires_distributed_sampler = lambda one: one is not self._loader and deals(one)
-        session.at_end.callback(vars(data).pop, "_requires_distributed_sampler")
 
     def _refuse(self, trainer: Any, model: LightningModule) -> None:
         kind, allow, is_exact = type(trainer), self.session.allow, self.session.stream is not None
@@ -186,21 +192,17 @@ class Stop(MemfitCallback):
         session, at, ranks = self.session, self.session.position, self.session.ranks
         several = isinstance(train, list | tuple | dict | CombinedLoader)
         self._refuse_any({f"the training data are a {type(train).__name__} of loaders": several})
-        deals = trainer._data_connector._requires_distributed_sampler
-        is_dealt = ranks is not None and isinstance(train, DataLoader) and deals(train)
-        session.course = None
-        if session.stream is None:
-            if is_dealt:
-                options = {"shuffle": True, "mode": RunningStage.TRAINING}
-                train = trainer._data_connector._prepare_dataloader(_deaf(train), **options)
-            self._loader = session.course = Batches(_deaf(train))
-            streams = session.course.source is not None or is_stream(train)
-            self._refuse_any({"the training data of several ranks are a stream": streams and ranks is not None})
-        else:
-            self._loader = session.loader(train)
-        order = order_of(self._loader)
+        data, made = trainer._data_connector, session.loader(train)
+        is_dealt = ranks is not None and isinstance(train, DataLoader) and data._requires_distributed_sampler(train)
+        order = order_of(made)
         if is_dealt and ranks is not None and order is not None:
             order.deal(ranks.rank, ranks.size)
+        elif is_dealt:
+            made = data._prepare_dataloader(made, shuffle=True, mode=RunningStage.TRAINING)
+        self._loader = Batches(made, trainer.global_rank, partial(self._fetched, trainer))
+        session.course = self._loader if session.stream is None else None
+        streams = session.course is not None and (session.course.source is not None or is_stream(made))
+        self._refuse_any({"the training data of several ranks are a stream": streams and ranks is not None})
         session.compare_data(self._loader)
         if session.resumed is not None:
             if order is not None:
@@ -219,13 +221,10 @@ class Stop(MemfitCallback):
         return bool(then != trainer.world_size)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        session, ranks, self._means = self.session, self.session.ranks, checkpoint.get("memfit")
-        loops = checkpoint["loops"]["fit_loop"]
+        session, loops = self.session, checkpoint["loops"]["fit_loop"]
         if self._has_other_ranks(trainer):
-            self._means, counts = None, loops["epoch_loop.batch_progress"]["current"]
+            counts = loops["epoch_loop.batch_progress"]["current"]
             counts |= dict.fromkeys(counts, session.position.batch)
-        elif session.resumed is not None and ranks is not None and ranks.rank:
-            self._means = torch.load(session.resumed.path / _MEANS.format(ranks.rank), weights_only=False)
         at = loops["epoch_progress"]["current"]
         if session.resumed is None and session.stream is not None:
             self._refuse_any({"the checkpoint lies within an epoch and is not sealed": at["processed"] < at["started"]})
@@ -267,29 +266,32 @@ class Stop(MemfitCallback):
         session.begin()
         if session.resumed is None:
             self._rehearse(trainer, pl_module)
-        elif at.batch and self._has_other_ranks(trainer):
-            session.journal.inexact(f"the changed ranks go on at batch {at.batch + 1} of epoch {at.epoch + 1}")
+        elif at.batch:
+            say("the epoch's means of self.log begin anew; metrics of torchmetrics go on")
+            if self._has_other_ranks(trainer):
+                session.journal.inexact(f"the changed ranks go on at batch {at.batch + 1} of epoch {at.epoch + 1}")
+        self._followed = {} if session.stream is None else monitors(trainer, session.allow)
+        session.at_end.callback(vars(pl_module).pop, "log", None)
         session.listen()
-        loop, self._is_in_epoch = trainer.fit_loop.epoch_loop, False
-        loop._on_after_fetch = partial(self._after_fetch, trainer, loop._on_after_fetch)  # before a batch's hooks
-        session.at_end.callback(vars(loop).pop, "_on_after_fetch")
+        self._is_in_epoch = False
 
     def _rehearse(self, trainer: Any, pl_module: LightningModule) -> None:
         """Say whether the largest batch fits; what the module remembers of it is put back."""
-        loop, loader = trainer.fit_loop.epoch_loop, getattr(self._loader, "loader", self._loader)
-        allow = self.session.allow
+        loader, allow = self._loader.loader, self.session.allow
 
         def loss_of(batch: Any) -> torch.Tensor:
             batch = trainer.precision_plugin.convert_input(batch)
             batch = trainer.strategy.batch_to_device(pl_module._on_before_batch_transfer(batch, dataloader_idx=0))
             with trainer.precision_plugin.train_step_context():
-                found: Any = pl_module.training_step(*loop._build_kwargs(OrderedDict(), batch, 0).values())
+                is_numbered = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
+                found: Any = pl_module.training_step(batch, *[0] * is_numbered)
             loss: torch.Tensor = found["loss"] if isinstance(found, Mapping) else found
             return loss
 
         if not pl_module.automatic_optimization:
             say("no verdict whether the largest batch fits, and the module is not tried: it makes its steps itself")
             return
+        before = copy.deepcopy(metric_states(pl_module))
         with silent(pl_module):
             if self.session.stream is not None:
                 with tried("the module", "rehearsal", allow):
@@ -297,6 +299,7 @@ class Stop(MemfitCallback):
                     check_model(pl_module, lambda: loss_of(longest.batch), allow | metric_numbers(pl_module))
             if "rehearsal" not in allow:
                 rehearse(pl_module, trainer.optimizers[0], loss_of, loader)
+        put_metrics(pl_module, before)
 
     # --- steps
 
@@ -312,53 +315,56 @@ class Stop(MemfitCallback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *batch: Any) -> None:
         super().on_train_batch_end(trainer, pl_module, *batch)
+        vars(pl_module).pop("log", None)
         beat("data")
         self._num_open += 1
-        if len(self._stepped) == len(trainer.optimizers):
+        is_made = trainer.global_step != self.session.position.step  # also one that a scaler skipped
+        if not pl_module.automatic_optimization:
+            is_made, is_left = (
+                len(self._stepped) == len(trainer.optimizers),
+                self._num_open > trainer.num_training_batches,
+            )
+            why = "the module makes its steps, and an optimizer made none in as many batches as an epoch"
+            self._refuse_any({why: is_left and not is_made})
+        if is_made:
             self._stepped.clear()
             self._num_open = 0
 
-    def _is_between_steps(self, trainer: Any, num_batches: int) -> bool:
-        """Return whether no accumulation is open; a module that steps by hand closes it by steps of all optimizers."""
-        if trainer.lightning_module.automatic_optimization:
-            return is_between_steps(trainer, num_batches)
-        is_left = self._num_open > trainer.num_training_batches
-        self._refuse_any(
-            {"the module makes its steps, and an optimizer made none in as many batches as an epoch": is_left}
-        )
-        return self._num_open == 0
-
-    def _after_fetch(self, trainer: Any, then: Callable[[], None]) -> None:
+    def _fetched(self, trainer: Any) -> None:
         """Seed what is drawn between two steps, where a stop ends one process and the next begins."""
-        then()
         if not self._is_in_epoch:  # entered midway: Lightning leaves its beginning out
             self._is_in_epoch, module = True, trainer.lightning_module
             hooks = [(one, one.on_train_epoch_start) for one in (*trainer.callbacks, module)]
             own = [pair for pair in hooks if not pair[1].__module__.startswith(("lightning.", "memfit."))]
-            with silent(module):  # the means of the epoch are put back
+            with silent(module):  # Lightning lets nothing be logged here
                 for one, hook in own:
                     hook(*() if one is module else (trainer, module))
             if own:
                 names = ", ".join(type(one).__name__ for one, _ in own)
                 say(f"on_train_epoch_start is called again for the rest of the epoch, of {names}")
-        stream, num_batches = self.session.stream, trainer.fit_loop.epoch_loop.batch_idx + 1
-        if stream is not None and self._is_between_steps(trainer, num_batches):
-            stream.step(-1 - trainer.global_step)
+            if (resumed := self.session.resumed) is not None:
+                trainer.fit_loop._restarting = False  # else no schedule follows what this epoch logs
+                if not self._has_other_ranks(trainer):
+                    found = torch.load(resumed.path / _METRICS.format(trainer.global_rank), weights_only=False)
+                    put_metrics(module, found["metrics"])
+                    trainer.callback_metrics.update(found["figures"])
+        if self.session.stream is not None and self._num_open == 0:
+            self.session.stream.step(-1 - trainer.global_step)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        session, means, self._means = self.session, self._means, None
-        if means and batch_idx:
-            put_means(trainer, pl_module, means)
+        session = self.session
         session.restore_draws()
         self._move(trainer, batch_idx)
         due = session.meet()  # all have their batch: nobody waits for long within the step
-        if self._is_between_steps(trainer, batch_idx):
+        if self._num_open == 0:
             if due and session.saved.step != trainer.global_step and not trainer.fast_dev_run:
                 self._save(trainer)
             if due is Due.STOP:
                 session.stop()
             session.begin_step()
         session.beat("microbatch")
+        if self._followed:
+            refuse_means(pl_module, self._followed)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def _move(self, trainer: Any, batch: int) -> None:
@@ -387,21 +393,11 @@ class Stop(MemfitCallback):
     def _save(self, trainer: Any, *, is_over: bool = False) -> None:
         def write(path: Path) -> None:
             trainer.save_checkpoint(path / _FILE)
-            if ranks is not None and ranks.rank:
-                torch.save(running_means(trainer, trainer.lightning_module), path / _MEANS.format(ranks.rank))
+            found = {"metrics": metric_states(trainer.lightning_module), "figures": dict(trainer.callback_metrics)}
+            torch.save(found, path / _METRICS.format(trainer.global_rank))
 
         self._enter("checkpoint")
-        ranks = self.session.ranks
         self.session.save(write, is_over=is_over)
-
-    def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the running means, and undo what Lightning adds to its loggers' step at a restart between two steps."""
-        loop = trainer.fit_loop.epoch_loop
-        if self._phase != "checkpoint":
-            return
-        checkpoint["memfit"] = running_means(trainer, pl_module)
-        if trainer.training and not loop._should_accumulate():
-            checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
     def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
         """Let a stop close the loggers' runs as finished: they go on."""

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from memfit.jobs._death import Death as Death
     from memfit.jobs._death import explain_death as explain_death
     from memfit.jobs._death import memory_place as memory_place
+    from memfit.jobs._folder import ALLOCATOR_VARIABLES as ALLOCATOR_VARIABLES
     from memfit.jobs._folder import child_env as child_env
+    from memfit.jobs._folder import device_env as device_env
     from memfit.jobs._folder import start_env as start_env
     from memfit.jobs._forecast import Forecast as Forecast
     from memfit.jobs._fork import leave as leave
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from memfit.jobs._local import LocalBackend as LocalBackend
     from memfit.jobs._monitor import Monitor as Monitor
     from memfit.jobs._monitor import Unsupervised as Unsupervised
-    from memfit.jobs._placement import device_env as device_env
     from memfit.jobs._processes import remove_segments as remove_segments
     from memfit.jobs._processes import spawn as spawn
     from memfit.jobs._ranks import Headway as Headway

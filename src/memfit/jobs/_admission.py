@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from time import monotonic
@@ -15,7 +15,6 @@ from memfit.errors import DoesNotFitError
 from memfit.jobs._budget_watch import DEVICE, BudgetWatch, ReadBudget
 from memfit.jobs._forecast import Forecast
 from memfit.jobs._job import Job, Policy
-from memfit.jobs._placement import choose
 from memfit.jobs._reservation import Entry, Wait
 from memfit.jobs._retry import WHOLE
 from memfit.jobs.policy import STILL_SECONDS, Held, Need, start, why_no_core
@@ -177,7 +176,7 @@ class LocalAdmission:
         """Admit a job if it fits now at each place; else return why it does not."""
         job, alone, rooms = entry.job, self.is_alone, self.budget.rooms()
         if self.policy.force:
-            devices = choose(rooms, self._num_devices(job), held=())
+            devices = _choose(rooms, self._num_devices(job), held=())
             sizes = Counter(() if isinstance(devices, Wait) else devices)
             return Admitted(sizes, "forced: not checked against the budget", "not checked against the budget (--force)")
         if not alone:
@@ -192,7 +191,7 @@ class LocalAdmission:
         if why := self._why_tight(entry, needs):
             return Wait("tight", why)
         held = self.budget.devices_of_others.union(*(other.devices for other in self.running.values()))
-        devices = choose(rooms, self._num_devices(job), held, is_unknown=needs.get(DEVICE, ()) is None)
+        devices = _choose(rooms, self._num_devices(job), held, is_unknown=needs.get(DEVICE, ()) is None)
         if isinstance(devices, Wait):
             return devices
         jobs, asides, walls = [] if alone else self.held(), entry.progress.restarts["aside"], self.forecast.has_walls
@@ -297,6 +296,24 @@ class LocalAdmission:
         what = f"{job.id} needs {format_bytes(wait.lacks)} {where} ({source})" if wait.lacks or is_host else ""
         what = what or f"{job.id}: {wait.reason}"
         return DoesNotFitError(f"{'; '.join(filter(None, (what, wait.detail)))}.", rule=rule, remedy=remedy)
+
+
+def _choose(
+    rooms: Mapping[str, Lendable], num_devices: int, held: Container[str], *, is_unknown: bool = False
+) -> list[str] | Wait:
+    """Return the devices of a job, those with the most room; or why it gets none. CUDA gives a process one MIG instance
+    at most, so a job that needs several devices gets whole GPUs. One of unknown size gets devices that are not ``held``
+    by other jobs. Source: NVIDIA MIG User Guide, CUDA_VISIBLE_DEVICES."""
+    devices, here, why = [place for place in rooms if place != HOST], "are here", ""
+    if num_devices > 1 and any(place.startswith("MIG-") for place in devices):
+        devices = [place for place in devices if not place.startswith("MIG-")]
+        here = "whole ones are here, beside MIG instances: a process can use only one MIG instance"
+    if len(devices) >= num_devices and is_unknown:
+        devices = [place for place in devices if place not in held]
+        here, why = "have no other job", " for itself, for its size there is unknown,"
+    if len(devices) < num_devices:
+        return Wait("device", f"it needs {format_count(num_devices, 'GPU')}{why} and {len(devices)} {here}")
+    return sorted(devices, key=lambda place: -rooms[place].bytes)[:num_devices]
 
 
 def _lack(entry: Entry, place: str, needed_bytes: int, room: Lendable) -> Wait:

@@ -1,10 +1,14 @@
-"""A job's folder: its files, and the lock that its shim holds for as long as it lives."""
+"""A job's folder: its files, the lock that its shim holds for as long as it lives, and the variables it starts with."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import socket
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from memfit.errors import DamagedError
 from memfit.files import read_masked, write_atomic, write_masked
 from memfit.jobs._fork import thread_env
 from memfit.jobs._job import Job
+from memfit.memory import Device, Sizes
 from memfit.rundir import JOB_ID_VARIABLE, OUTCOME, RUN_DIR_VARIABLE, STATUS, JobStatus, RunDir, read_record
 
 LOCK, JOB = "lock", "job.json"
@@ -23,7 +28,9 @@ STOP_REQUESTED = "stop_requested"
 _TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "2"}
 _PROCESSES = "LOKY_MAX_CPU_COUNT"  # how many processes joblib takes for n_jobs=-1; the user's own number counts
 #: torch 2.13 reads the first that is set; later versions perhaps the second alone.
-_CUDA_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_FRACTION = "per_process_memory_fraction"
+_FIRST_TORCH = (2, 10)  # the first torch that knows this setting; an earlier one refuses to start with it
 _JOB_SHAPE = {"attempt": int, "group": (str, type(None)), "host": (str, type(None))}
 
 
@@ -53,7 +60,7 @@ def other_host(folder: Path) -> str:
 def start_env(*, tight_malloc: bool, cuda_allocator: str | None) -> dict[str, str]:
     """Return the variables that a process must have from its start on."""
     env = dict(_TIGHT_MALLOC) if tight_malloc else {}
-    return env | (dict.fromkeys(_CUDA_ALLOCATOR, cuda_allocator) if cuda_allocator is not None else {})
+    return env | (dict.fromkeys(ALLOCATOR_VARIABLES, cuda_allocator) if cuda_allocator is not None else {})
 
 
 def child_env(job: Job, run: RunDir) -> dict[str, str]:
@@ -63,6 +70,36 @@ def child_env(job: Job, run: RunDir) -> dict[str, str]:
     if job.command:
         env["PYTHONUNBUFFERED"] = "1"  # its log is read while it runs
     return env | {RUN_DIR_VARIABLE: str(run.path), JOB_ID_VARIABLE: job.id} | dict(job.env)
+
+
+def device_env(
+    job: Job, given: Sequence[str], most: Sizes, devices: Sequence[Device], *, env: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variables that show a job its devices alone, and have its torch refuse to take more of them than
+    ``most``. torch takes one fraction for all devices of a process; what other processes and the driver take of a
+    device does not count against it. Nothing ``given`` stands for all. Source: torch 2.13,
+    c10/cuda/CUDAAllocatorConfig.h."""
+    found = {"CUDA_VISIBLE_DEVICES": ",".join(given)}
+    fraction = min([1.0, *(most[one.uuid] / one.total_bytes for one in devices if one.uuid in most)])
+    own = job.cuda_allocator or next(filter(None, map(env.get, ALLOCATOR_VARIABLES)), "")
+    if fraction >= 1 or _FRACTION in own or not _knows_fraction(job):
+        return found
+    return found | dict.fromkeys(ALLOCATOR_VARIABLES, f"{own}{own and ','}{_FRACTION}:{fraction:.4f}")
+
+
+def _knows_fraction(job: Job) -> bool:
+    """Return True if the job will load the torch beside this interpreter, and that knows the fraction."""
+    if job.command:
+        program = shutil.which(job.command[0])
+        if program is None or Path(program).parent != Path(sys.executable).parent:
+            return False
+    from importlib import metadata  # slow to load, and without a device of no use
+
+    try:
+        found = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        return False
+    return found is not None and (int(found[1]), int(found[2])) >= _FIRST_TORCH
 
 
 def write_order(run: RunDir, job: Job, **more: Any) -> int:

@@ -16,8 +16,8 @@ from memfit.errors import DoesNotFitError
 from memfit.jobs._admission import Admitted, LocalAdmission
 from memfit.jobs._budget_watch import DEVICE
 from memfit.jobs._enforce import Enforcement
+from memfit.jobs._folder import device_env
 from memfit.jobs._job import Backend, JobSource, StopRequest, Submission, Verdict
-from memfit.jobs._placement import device_env
 from memfit.jobs._reservation import Entry, Wait
 from memfit.jobs._retry import End, what_follows
 from memfit.memory import HOST

@@ -66,23 +66,20 @@ _ENDS: dict[str, tuple[State, EndedBy]] = {
 }
 
 
-class SlurmPlace(Settings):
+class SlurmOptions(Settings):
+    """What each job asks of Slurm, with ``backend: slurm``. Memory comes from its forecast."""
+
     partition: str = ""  # empty: the cluster's default
     account: str = ""  # empty: your default
     qos: str = ""
     extra: tuple[str, ...] = ()  # further options of sbatch, such as ``--constraint=a100``
+    time: str = ""  # of one job, as ``sbatch --time`` takes it: ``08:00:00``; empty: the partition's
+    memory: ByteSize = ByteSize(4 << 30)  # what a job asks for on each node while its size is unknown
+    nodes: Annotated[int, Field(ge=1)] = 1  # of one job, whose GPUs are spread over them; each runs its command once
 
     @property
     def options(self) -> dict[str, str]:
         return {"partition": self.partition, "account": self.account, "qos": self.qos}
-
-
-class SlurmOptions(SlurmPlace):
-    """What each job asks of Slurm, with ``backend: slurm``. Memory comes from its forecast."""
-
-    time: str = ""  # of one job, as ``sbatch --time`` takes it: ``08:00:00``; empty: the partition's
-    memory: ByteSize = ByteSize(4 << 30)  # what a job asks for on each node while its size is unknown
-    nodes: Annotated[int, Field(ge=1)] = 1  # of one job, whose GPUs are spread over them; each runs its command once
 
 
 class _Request(NamedTuple):

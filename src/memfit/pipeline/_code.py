@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from memfit.errors import UsageError
 from memfit.pipeline._contract import call_with_settings
 from memfit.pipeline._manifest import fingerprint_files
 from memfit.units import list_some
@@ -64,6 +65,15 @@ def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     changes += [f"{name} is new" for name in now if name not in before]
     changes += [f"{name} is gone" for name in before if name not in now]
     return list_some(changes, 3)
+
+
+def check_code(stage: str, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    if changed := changed_code(before, now):
+        raise UsageError(
+            f"the code of stage {stage} is not what it was when this run started: {changed}.",
+            rule="all stages of a run use the code that it began with.",
+            remedy="give the same command again: it runs the stages that use this code",
+        )
 
 
 def own_modules(package: str) -> dict[str, Path]:

@@ -26,7 +26,7 @@ _NAME_RULE = "a name begins with a letter (a to z) or _; letters, digits and _ .
 PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")  # a name in braces, in a command
 _VALUE = re.compile(r'\s*(?:"(?P<quoted>(?:[^"]|"")*)"\s*|(?P<plain>[^",][^,]*|))(?P<end>,|$)')
 _RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.(\d{1,18}))?")
-_LIKE_A_RANGE = re.compile(r"(?P<low>[-+]?\.?\d[\d.eE+-]*?)\.\.+(?P<high>[^.]?.*)|(\d{1,9})-(\d{1,9})")
+_LIKE_A_RANGE = re.compile(r"[-+]?\.?\d[\d.eE+-]*?\.\.+.*|(\d{1,9})-(\d{1,9})")
 _ALIKE = 0.75  # an unknown placeholder that is as similar to a parameter as this counts as a typing error
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _INTERPRETER = re.compile(r"(?:python|pypy)[0-9.]*|(?:ba|da|z|k)?sh|torchrun|Rscript|julia|node|perl|ruby")
@@ -115,8 +115,11 @@ def expand_range(name: str, text: str) -> Sequence[str]:
     """Return the whole numbers of a range such as ``1..3`` or ``1..9..2``; any other text stays as it is."""
     match = _RANGE.fullmatch(text)
     if match is None:
-        if (like := _LIKE_A_RANGE.fullmatch(text)) and (like["low"] or int(like[3]) < int(like[4])):
-            raise _no_range(name, text, like["low"] or like[3], like["high"] or like[4])
+        if (like := _LIKE_A_RANGE.fullmatch(text)) and (not like[1] or int(like[1]) < int(like[2])):
+            raise _bad(
+                f"--param {name}={text} is no range of whole numbers",
+                f"write {name}=1..5; list other values: {name}=0.1,0.2; for the text: --param '{name}=\"{text}\"'",
+            )
         return [text]
     first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
     if last < first or step < 1:
@@ -248,15 +251,6 @@ def chosen_units(text: str, labels: Sequence[str] | None) -> list[int]:
                 f"'{part}' names no unit.", rule=f"{known}.", remedy="write for example --units 1, 2-5 or all"
             )
     return sorted(chosen)
-
-
-def _no_range(name: str, text: str, low: str, high: str) -> UsageError:
-    is_whole = re.fullmatch(r"-?\d+", low) and re.fullmatch(r"-?\d+", high)
-    meant = f"{name}={low}..{high}" if is_whole else f"list the values: {name}={low},{high}"
-    if not is_whole and re.fullmatch(r"[-+.\deE]+", high):
-        meant += f", or search between them: memfit tune --param {name}={low}..{high}"
-    quoted = f"'{name}=\"{text}\"'"
-    return _bad(f"--param {name}={text} is no range of whole numbers", f"write {meant}; for the text: --param {quoted}")
 
 
 def _bad(what: str, remedy: str, rule: str = "memfit reads all parameters before it starts a command.") -> UsageError:

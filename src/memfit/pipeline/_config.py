@@ -14,7 +14,7 @@ from memfit import config
 from memfit.config import ByteSize, Settings
 from memfit.errors import ConfigError
 from memfit.integrations import NotifySettings, TrackSettings
-from memfit.jobs import OnFailure, SlurmOptions
+from memfit.jobs import ALLOCATOR_VARIABLES, OnFailure, SlurmOptions
 from memfit.memory import DEFAULT_SLACK
 from memfit.planning import LaunchSettings
 from memfit.units import MIB
@@ -45,7 +45,6 @@ def _allocator(text: str) -> str:
 
 
 _ALLOCATOR = "memory.cuda_allocator"
-_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _Name = Annotated[str, Field(min_length=1)]
 _Folder = Annotated[Path, BeforeValidator(_not_empty)]
 
@@ -87,7 +86,6 @@ class StageSettings(Settings):
     gpu_memory: ByteSize | None = None  # the same on each of its GPUs
     num_gpus: Annotated[int, Field(ge=0)] | None = None  # how many GPUs one of its jobs needs
     resources: Resources | None = None  # how many ranks one of its jobs has
-    like: str | None = None  # the stage whose measured memory counts for this one too
     # a function, as ``module:function``, with which ``--plan`` counts the memory of loaders: it takes the params,
     # and returns the loader of the training and that of the validation (or None) of one rank
     loaders: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
@@ -163,6 +161,16 @@ class RunConfig(Settings):
     launch: LaunchSettings = LaunchSettings()
     warm: Literal["auto", "never"] = "auto"
 
+    @property
+    def most_at_once(self) -> int | None:
+        """The most jobs at once; None for as many as fit."""
+        return None if self.max_parallel == "auto" else self.max_parallel
+
+    def slurm_of(self, stage: str) -> SlurmOptions:
+        """Return what the jobs of a stage ask of Slurm: its own options over those of the run."""
+        own = self.stages[stage].slurm if stage in self.stages else None
+        return self.slurm.model_copy(update={name: getattr(own, name) for name in own.model_fields_set} if own else {})
+
 
 def resolve_settings(
     *,
@@ -175,7 +183,7 @@ def resolve_settings(
     env = os.environ if env is None else env
     found = config.resolve(RunConfig, file=file, values=values, env=env, overrides=overrides)
     asked = found.value.memory.cuda_allocator
-    name = next((name for name in _ALLOCATOR_VARIABLES if env.get(name)), None)
+    name = next((name for name in ALLOCATOR_VARIABLES if env.get(name)), None)
     if asked is None or name is None or env[name] == asked:
         return found
     own = (f"environment {name}, over {found.origins[_ALLOCATOR]} {asked}", f"{_ALLOCATOR}={json.dumps(env[name])}")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from memfit import config
 from memfit.amounts import Amount, Layout
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
-from memfit.jobs import SHIM
+from memfit.jobs import SHIM, start_env
 from memfit.masking import mask
 from memfit.memory import why_tight
 from memfit.pipeline._command import PLACEHOLDER, fill
@@ -28,7 +28,6 @@ from memfit.units import MIB, format_bytes, format_count, round_up_size
 
 _WATCHING = SHIM + Amount(96 * MIB, "node")  # what `memfit run` itself takes on each node
 _BOUNDLESS = 1 << 50  # more than any node has: a launch is planned for the machine that its config asks for
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 #: A stop leaves the longest save that was measured so many times, and this much at least.
 _SAVES, _LEAST_GRACE_SECONDS = 2, 10
 _SHELL = re.compile(r"[;&|<>$`\n]")
@@ -58,39 +57,40 @@ def plan_launch(
     source: Path,
     *,
     overrides: Sequence[config.Override] = (),
-    machine: Machine | None = None,
     form: LaunchFormat = "sbatch",
 ) -> Launch:
     """Return how a config is started elsewhere, with its sizes; start and write nothing.
 
     Memory is that of the stage that takes most on a node by the plan, with ``memory.slack`` on top: of one job, or of
-    ``max_parallel`` jobs if that is a number. A ``machine`` says over how many nodes the ranks lie, where
-    ``slurm.nodes`` does not.
+    ``max_parallel`` jobs if that is a number.
     """
     settings = resolve_settings(file=source, overrides=overrides).value
-    if machine is not None and "nodes" not in settings.slurm.model_fields_set:
-        overrides = [*overrides, ("--on", f"slurm.nodes={machine.layout(settings.resources.ranks).nodes}")]
-        settings = resolve_settings(file=source, overrides=overrides).value
     nodes, own = settings.slurm.nodes, settings.launch
+    by_srun = own.start_with == "srun"
+    if nodes > 1 and not by_srun:
+        raise ConfigError(
+            f"slurm.nodes is {nodes}, and launch.start_with is memfit.",
+            rule="the file starts memfit run on one node; over several nodes Slurm starts each rank of one command.",
+            remedy="let Slurm start the ranks: --set launch.start_with=srun; or submit the jobs instead: memfit run "
+            "CONFIG --backend slurm (docs/slurm.md)",
+        )
     place: config.Override = ("memfit launch", f"backend={'slurm' if nodes > 1 else 'local'}")
     order = order_of_config(source, overrides=[*overrides, place])
     told = _read_run(order)
     gpus, ranks = max(order.gpus_of(one)[0] for one in order.stages), max(map(order.ranks_of, order.stages))
     layout = Layout(nodes, math.ceil(ranks / nodes), gpus_per_node=math.ceil(gpus / nodes))
-    is_split = nodes > 1 or own.start_with == "srun"
     planned = _largest(order, layout, source)
-    watching = Amount(0, "node") if is_split and own.start_with == "srun" else _WATCHING
+    watching = Amount(0, "node") if by_srun else _WATCHING
     memory, memory_why = _memory(settings, planned, watching)
     grace, grace_why = _grace(settings, told)
     time, time_why = _time(settings, told)
     shm, shm_why, cpus = _shm_and_cpus(settings, planned)
-    allocator = settings.memory.cuda_allocator
-    own_threads = {"OMP_NUM_THREADS": str(settings.threads_per_job)} if is_split else {}  # else `memfit run` sets them
+    env = start_env(tight_malloc=False, cuda_allocator=settings.memory.cuda_allocator)
+    env |= {"OMP_NUM_THREADS": str(settings.threads_per_job)}
     launch = Launch(
         re.sub(r"[^a-z0-9]+", "-", settings.experiment.lower())[:52].strip("-") or "memfit",
         own,
-        tuple(_rank_words(order) if is_split else _run_words(source, settings, overrides, grace, form)),
-        is_split,
+        tuple(_rank_words(order) if by_srun else _run_words(source, settings, overrides, grace, form)),
         replace(layout, cpus_per_task=cpus * planned.jobs, gpus_per_node=math.ceil(gpus / nodes) * planned.jobs),
         planned.forecast,
         memory,
@@ -101,7 +101,7 @@ def plan_launch(
         time_why,
         grace,
         grace_why,
-        own_threads | ({_ALLOCATOR: allocator} if is_split and allocator else {}) | own.env,
+        (env if by_srun else {}) | own.env,  # else `memfit run` sets them
         settings.slurm.options,
         settings.slurm.extra,
     )
@@ -228,7 +228,7 @@ def _run_words(
 
 
 def _rank_words(order: Order) -> list[str]:
-    """Return the command of one rank, which each node starts; refuse a config that is more than one command."""
+    """Return the command of one rank, which Slurm starts; refuse a config that is more than one command."""
     stage, *others = order.stages
     words = list(stage.command or ())
     names = {name for word in words for name in PLACEHOLDER.findall(word)}
@@ -241,8 +241,8 @@ def _rank_words(order: Order) -> list[str]:
     }
     if unfit := next((why for why, found in reasons.items() if found), ""):
         raise ConfigError(
-            f"the config {unfit}, and its ranks are to be started by {order.settings.launch.start_with}.",
-            rule="over several nodes, or with srun, a batch script starts one command as it is, on each of them.",
+            f"the config {unfit}, and its ranks are to be started by srun.",
+            rule="with srun a batch script starts one command as it is, as each rank.",
             remedy="submit its jobs instead: memfit run CONFIG --backend slurm (docs/slurm.md); or give one stage with "
             "a list of words: run: [python, train.py]",
         )

@@ -121,10 +121,9 @@ class Order:
         return own or (self.settings.resources if self.is_main(stage) else Resources())
 
     def nodes_of(self, stage: StageSpec) -> int:
-        asked = [self.settings.slurm, *filter(None, [self.topology(stage.name).slurm])]
-        given = [one.nodes for one in asked if "nodes" in one.model_fields_set]
-        is_one = bool(self.settings.target) and self.ranks_of(stage) == 1  # a function of one process
-        return given[-1] if given and self.settings.backend == "slurm" and not is_one else 1
+        if self.settings.backend != "slurm" or (self.settings.target and self.ranks_of(stage) == 1):
+            return 1  # a function of one process has one node
+        return self.settings.slurm_of(stage.name).nodes
 
     def gpus_of(self, stage: StageSpec) -> tuple[int, int | None]:
         """Return how many GPUs each job of a stage gets, and the memory that it asks for on each."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from memfit import config, slurm
 from memfit.errors import DoesNotFitError, UsageError
-from memfit.jobs import SHIM, Backend, LocalBackend, Parent, SlurmBackend, SlurmOptions
+from memfit.jobs import SHIM, Backend, LocalBackend, Parent, SlurmBackend
 from memfit.memory import Budget, Claims, Limit, Walls, lock_file, sweep_entries, sweep_groups, why_no_walls
 from memfit.pipeline._config import RunConfig, StageSettings
 from memfit.rundir import EventWriter, RunDir, liveness
@@ -73,8 +73,8 @@ def slurm_place(run: RunDir, settings: RunConfig, events: EventWriter, _: Parent
         run,
         settings.slurm,
         grace_seconds=settings.grace_seconds,
-        max_parallel=most_at_once(settings),
-        by_stage=_slurm_of_stages(settings),
+        max_parallel=settings.most_at_once,
+        by_stage={name: settings.slurm_of(name) for name in settings.stages},
     )
     queue.say = lambda text: events.write("plan", text=text)
     try:
@@ -102,10 +102,9 @@ def _read_node_budget(settings: RunConfig) -> Budget:
             rule="--gpu-memory and gpu_memory hold on this host: Slurm does not say what memory a node's GPUs have.",
             remedy="leave it out, and ask for a kind of node: --set 'slurm.extra=[--constraint=a100]'",
         )
-    own = _slurm_of_stages(settings)
     for num_left in reversed(range(_MOST_ASKED)):  # a controller that restarts is back soon
         try:
-            partitions = {one.partition for one in (settings.slurm, *own.values())}
+            partitions = {settings.slurm_of(name).partition for name in ("", *settings.stages)}
             nodes = {name: slurm.read_largest_node(name) for name in partitions}
             break
         except slurm.NoAnswerError as error:
@@ -117,7 +116,7 @@ def _read_node_budget(settings: RunConfig) -> Budget:
                 ) from error
             time.sleep(_AGAIN_SECONDS)
     for name in ("", *settings.stages):
-        _check_nodes(settings, name, own.get(name, settings.slurm), nodes)
+        _check_nodes(settings, name, nodes)
     largest = max(nodes.values(), key=attrgetter("memory.bytes"))
     size = max(1, min((largest.memory - SHIM).bytes, settings.memory.limit or largest.memory.bytes))
     node = Limit("largest node", f"Slurm partition {largest.partition}", size, 0, size, "job")
@@ -132,9 +131,10 @@ def _read_node_budget(settings: RunConfig) -> Budget:
     )
 
 
-def _check_nodes(settings: RunConfig, name: str, asked: SlurmOptions, largest: Mapping[str, slurm.LargestNode]) -> None:
+def _check_nodes(settings: RunConfig, name: str, largest: Mapping[str, slurm.LargestNode]) -> None:
     """Refuse ranks and GPUs of a stage's jobs that their nodes cannot share; without a name, of stages in general."""
-    stage, nodes, most = settings.stages.get(name, StageSettings()), asked.nodes, largest[asked.partition].num_gpus
+    stage, asked = settings.stages.get(name, StageSettings()), settings.slurm_of(name)
+    nodes, most = asked.nodes, largest[asked.partition].num_gpus
     ranks, total = (stage.resources or settings.resources).ranks, stage.num_gpus
     total, who = settings.memory.num_gpus if total is None else total, f"a job{f' of stage {name}' if name else ''}"
     each, rest = divmod(total, nodes)
@@ -163,16 +163,3 @@ def _check_nodes(settings: RunConfig, name: str, asked: SlurmOptions, largest: M
             rule="Slurm gives a job GPUs of its own nodes: sinfo -o '%P %G' lists them.",
             remedy="ask for fewer GPUs, or for more nodes: --set slurm.nodes=N",
         )
-
-
-def _slurm_of_stages(settings: RunConfig) -> dict[str, SlurmOptions]:
-    return {
-        name: settings.slurm.model_copy(update={key: getattr(one.slurm, key) for key in one.slurm.model_fields_set})
-        for name, one in settings.stages.items()
-        if one.slurm is not None
-    }
-
-
-def most_at_once(settings: RunConfig) -> int | None:
-    """Return the most jobs at once; None for as many as fit."""
-    return None if settings.max_parallel == "auto" else settings.max_parallel

@@ -24,7 +24,7 @@ from memfit.pipeline._describe import StageSpec, list_units
 from memfit.pipeline._graph import PASSED, Graph
 from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, Source, order_of_config, with_threads
-from memfit.pipeline._places import most_at_once, read_budget
+from memfit.pipeline._places import read_budget
 from memfit.pipeline._probe import ask_of_loaders, ask_of_model
 from memfit.pipeline._results import MOST_RUNS, Unit, changed_settings, is_same_command, made_for
 from memfit.pipeline._run import earlier_runs, find_run
@@ -377,8 +377,7 @@ def _taken(order: Order, stage: StageSpec, runs: Sequence[RunDir], units: Sequen
 
 def changes_since(order: Order, stage: StageSpec, run: RunDir, job_id: str) -> str:
     """Return a remark on what of a stage's settings or command is not as it was for a job; empty if nothing."""
-    before = None if order.topology(stage.name).like else find_manifest(run.manifest_path(stage.name, job_id))
-    if before is None:
+    if (before := find_manifest(run.manifest_path(stage.name, job_id))) is None:
         return ""
     is_same = stage.command is None or is_same_command(before, stage)
     changes = [*changed_settings(before, stage)[:4], *["the command changed"][is_same:]]
@@ -387,22 +386,20 @@ def changes_since(order: Order, stage: StageSpec, run: RunDir, job_id: str) -> s
 
 
 def _done(order: Order, stage: StageSpec, run: RunDir) -> Iterator[JobStatus]:
-    """Yield the jobs of a stage, or of the one that it is like, that completed in a run of the same target."""
-    like = order.topology(stage.name).like
-    name = like or stage.name
-    for folder in sorted((run.path / "jobs").glob(f"{name}*")):
+    """Yield the jobs of a stage that completed in a run of the same target."""
+    for folder in sorted((run.path / "jobs").glob(f"{stage.name}*")):
         with suppress(DamagedError):
             status, job = read_status(run, folder.name), read_json(folder / "job.json") or {}
             target = (job.get("arguments") or {}).get("order", {}).get("target", "")
-            is_own = job.get("stage") == name and (like or target == order.settings.target)
+            is_own = (job.get("stage"), target) == (stage.name, order.settings.target)
             if status.state == "completed" and is_own:
                 yield status
 
 
 def _rows(order: Order, budget: Budget, footprint: Footprint, seconds: float | None, num_jobs: int) -> list[AtOnce]:
     settings = order.settings
-    decided = decide(footprint, num_jobs, budget, most_at_once(settings), settings.memory.slack)
-    most, rows = min(num_jobs, most_at_once(settings) or num_jobs), []
+    decided = decide(footprint, num_jobs, budget, settings.most_at_once, settings.memory.slack)
+    most, rows = min(num_jobs, settings.most_at_once or num_jobs), []
     for number in sorted({*_FIRST_ROWS, decided.num_fitting, most}):
         if 1 <= number <= most:
             needed = number * decided.reservation_bytes

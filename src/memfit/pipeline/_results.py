@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from memfit.config import differences, fingerprint
-from memfit.errors import DamagedError, DataError, MemfitError, UsageError
+from memfit.errors import DamagedError, DataError, MemfitError
 from memfit.files import read_json
 from memfit.jobs import JobStatus, read_status
 from memfit.masking import mask
-from memfit.pipeline._code import changed_code, code_of_command
+from memfit.pipeline._code import changed_code, check_code, code_of_command
 from memfit.pipeline._describe import StageSpec
 from memfit.pipeline._manifest import (
     describe_outputs,
@@ -190,12 +190,7 @@ class Results:
             for one, sha in code_of_command(unit.stage.code, Path.cwd()).items()
             if Path(one).stat().st_mtime < started
         }
-        if changed := changed_code({one: unit.stage.code[one] for one in now}, now):
-            raise UsageError(
-                f"the code of stage {unit.stage.name} is not what it was when this run started: {changed}.",
-                rule="all stages of a run use the code that it began with.",
-                remedy="give the same command again: it runs the stages that use this code",
-            )
+        check_code(unit.stage.name, {one: unit.stage.code[one] for one in now}, now)
         folder, seconds = path.with_suffix(""), (status.ended or 0.0) - started
         outputs = describe_outputs(folder, {str(one.relative_to(folder)): one for one in files_in(folder)})
         result = read_json(folder / "result.json") or {}

@@ -254,7 +254,7 @@ def make_job(order: Order, run: RunDir, unit: Unit) -> Job:
         "device_bytes": device_bytes,
         "num_devices": num_devices,
         "ranks": ranks,
-        "stage": order.topology(stage.name).like or stage.name,
+        "stage": stage.name,
         "unit": unit.value,
     }
     env = {CANARY_VARIABLE: str(run.path / "canary")} if settings.canary else {}
@@ -317,7 +317,7 @@ def _known(order: Order, graph: Graph) -> Known:
         now = order.settings.memory.tight_malloc, order.ranks_of(unit.stage)
         if footprint is not None and (job.get("tight_malloc"), job.get("ranks")) == now:
             values = unit.value if isinstance(unit.value, Mapping) and order.kind == "commands" else {}
-            found.append((order.topology(unit.stage.name).like or unit.stage.name, values, footprint))
+            found.append((unit.stage.name, values, footprint))
     return found
 
 

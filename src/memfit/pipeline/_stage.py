@@ -21,7 +21,7 @@ from memfit.config import fingerprint
 from memfit.errors import DataError, UsageError
 from memfit.files import parse_json, replacing
 from memfit.masking import mask
-from memfit.pipeline._code import changed_code, code_of, own_modules
+from memfit.pipeline._code import check_code, code_of, own_modules
 from memfit.pipeline._contract import Context, Output, Stop, load_workload
 from memfit.pipeline._manifest import describe_outputs, hash_file, write_result
 from memfit.rundir import RANKS_VARIABLE, phase
@@ -37,12 +37,7 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
     function = workload.stage(spec["name"]).run
     assert callable(function)
     code, _ = code_of(function, order["target"], workload.params)
-    if changed := changed_code(spec["code"], code):
-        raise UsageError(
-            f"the code of stage {spec['name']} is not what it was when this run started: {changed}.",
-            rule="all stages of a run use the code that it began with.",
-            remedy="give the same command again: it runs the stages that use this code",
-        )
+    check_code(spec["name"], spec["code"], code)
     params = only(workload.params.model_validate_json(json.dumps(order["params"])), spec)
     ended: dict[str, Any] = {}
     with _ranks() as rank:

@@ -38,7 +38,7 @@ from memfit.jobs import (
 from memfit.masking import mask
 from memfit.memory import HOST, Budget, Claims, Footprint, Sizes, is_lost, lock_file
 from memfit.pipeline._config import RunConfig
-from memfit.pipeline._places import PLACES, most_at_once, read_budget
+from memfit.pipeline._places import PLACES, read_budget
 from memfit.planning import plan
 from memfit.rundir import Event, EventWriter, Reader, RunDir
 
@@ -157,7 +157,7 @@ class Supervisor:
                 self.plan(Footprint.from_dict(fields["footprint"]), job_id, number, admission.in_use(), num_devices)
 
         policy = Policy(
-            max_parallel=most_at_once(self.settings),
+            max_parallel=self.settings.most_at_once,
             on_failure=self.settings.on_failure,
             slack=self.settings.memory.slack,
             force=self.force,
@@ -223,7 +223,7 @@ class Supervisor:
                 footprint,
                 num_jobs,
                 budget=self.read_budget(in_use[HOST] if in_use else 0),
-                max_parallel=most_at_once(self.settings),
+                max_parallel=self.settings.most_at_once,
                 slack=memory.slack,
                 in_use=in_use,
                 num_devices=num_devices,

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from memfit.planning._estimate import Question as Question
     from memfit.planning._estimate import ask as ask
     from memfit.planning._estimate import find_this_gpu as find_this_gpu
-    from memfit.planning._formats import render as render
     from memfit.planning._launch import Launch as Launch
     from memfit.planning._launch import LaunchFormat as LaunchFormat
     from memfit.planning._launch import LaunchSettings as LaunchSettings
+    from memfit.planning._launch import render as render
     from memfit.planning._ledger import Forecast as Forecast
     from memfit.planning._ledger import Ledger as Ledger
     from memfit.planning._ledger import Line as Line

@@ -1,18 +1,23 @@
-"""What starts a training elsewhere: its sizes worked out from a plan, of which each format is a rendering."""
+"""What starts a training elsewhere: its sizes, and the batch script, Kubernetes Job or Compose file that has them."""
 
 from __future__ import annotations
 
+import math
+import shlex
 from dataclasses import dataclass, field, replace
+from posixpath import join, normpath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from memfit import config
 from memfit.amounts import Amount, Layout
 from memfit.config import ByteSize, Settings
 from memfit.errors import DoesNotFitError, UsageError
+from memfit.jobs import render_script
 from memfit.planning._ledger import Forecast
-from memfit.planning._machine import Count, Machine
-from memfit.units import format_bytes
+from memfit.planning._machine import Count
+from memfit.units import format_bytes, write_size
 
 LaunchFormat = Literal["sbatch", "compose", "kubernetes"]
 _Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -21,11 +26,17 @@ _Folder = Annotated[str, Field(pattern=r"^[\w./][\w./ +@=,-]*$")]
 _Claim = Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*)?$")]
 _Image = Annotated[str, Field(pattern=r"^(\w[\w./:@-]*)?$")]
 
+_EARLY_SECONDS = 60  # Slurm may send a signal up to a minute early
+_ENDING_SECONDS = 10  # what memfit takes to end, after its job
+_MOST_REQUEUES, _MOST_RESTARTS = 20, 5
+_HOME = "/app"  # where the code lies in an image
+_STEP = "srun --kill-on-bad-exit=1 --wait=60"
+
 
 class LaunchSettings(Settings):
     """What a config says of its start elsewhere, beside what ``memfit run`` reads; docs/launch.md has each key."""
 
-    start_with: Literal["torchrun", "srun"] = "torchrun"  # on one node memfit starts the ranks, but for ``srun``
+    start_with: Literal["memfit", "srun"] = "memfit"  # who starts the ranks: ``memfit run`` on one node, or Slurm
     cpus_per_rank: Count | None = None
     num_epochs: Count | None = None
     epoch_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
@@ -44,8 +55,7 @@ class Launch:
 
     name: str  # names the job, the service and its image
     settings: LaunchSettings  # the config's block ``launch``
-    command: tuple[str, ...]  # what starts the run on one node; of a job that is split, one rank
-    is_split: bool  # each node starts the ranks of its own, by torchrun or Slurm
+    command: tuple[str, ...]  # what starts the run on one node; with ``srun``, one rank
     layout: Layout  # nodes, ranks on each, CPUs of a rank, GPUs of a node
     forecast: Forecast  # the ledger that memory follows from, of the stage that takes most
     memory: Amount  # what a node or container needs
@@ -59,6 +69,11 @@ class Launch:
     env: dict[str, str] = field(default_factory=dict)  # variables of the training
     slurm: dict[str, str] = field(default_factory=dict)  # options of ``sbatch`` that say where it runs
     slurm_extra: tuple[str, ...] = ()  # further ones, as they were given
+
+    @property
+    def by_srun(self) -> bool:
+        """True if Slurm starts each rank as a task."""
+        return self.settings.start_with == "srun"
 
     @property
     def num_nodes(self) -> int:
@@ -75,8 +90,8 @@ class Launch:
         """The cores on each node."""
         return self.num_ranks * (self.layout.cpus_per_task or 1)
 
-    def check_node(self, limit: Amount, where: str, num_nodes: int = 0) -> None:
-        """Refuse more memory than one node has, of so many nodes (those of the job if 0)."""
+    def check_node(self, limit: Amount, where: str) -> None:
+        """Refuse more memory than one node has."""
         if not self.memory <= limit:
             found = replace(
                 self.forecast,
@@ -85,7 +100,7 @@ class Launch:
                 shm_limit=None,
                 slack_counts=True,
                 num_ranks=self.num_nodes * self.num_ranks,
-                num_nodes=num_nodes or self.num_nodes,
+                num_nodes=self.num_nodes,
                 uncounted=(),
             )
             raise DoesNotFitError(
@@ -94,30 +109,171 @@ class Launch:
                 remedy=found.change or "request less on top: --set memory.slack=0.05, or use nodes that have it",
             )
 
-    def check_machine(self, machine: Machine, where: str) -> None:
-        """Refuse what a described machine lacks: nodes, tasks, GPUs, memory or /dev/shm."""
-        asked = {"nodes": self.num_nodes, "ranks of a node": self.num_ranks}
-        asked["GPUs of a node"] = self.layout.gpus_per_node or 0
-        has = (machine.nodes, machine.tasks_per_node, machine.gpus_per_task * machine.tasks_per_node)
-        if lacks := [
-            f"{name}: {asked[name]} of {most}" for name, most in zip(asked, has, strict=True) if asked[name] > most
-        ]:
-            raise UsageError(
-                f"{self.name} asks for more than {where} has: {', '.join(lacks)}.",
-                rule="each rank is one task of the machine.",
-                remedy="ask for less, or describe the machine that you mean: memfit budget --as-machine",
-            )
-        self.check_node(Amount(machine.node_memory, "node"), where, machine.nodes)
-        if machine.shm is not None and not self.shm <= Amount(machine.shm, "node"):
-            raise DoesNotFitError(
-                f"{self.name} needs {format_bytes(self.shm.bytes)} in /dev/shm of each node: {self.shm_why}.",
-                rule=f"{where} has {format_bytes(machine.shm)}.",
-                remedy="use fewer loader workers, a smaller prefetch_factor or batch, or a larger /dev/shm",
-            )
-
     def figures(self) -> dict[str, Any]:
         """Return the sizes as JSON values; bytes are of one node."""
         names = "memory_why shm_why time time_why grace_seconds grace_why"
         sizes = {"memory_bytes": self.memory.bytes, "shm_bytes": self.shm.bytes, "cpus_per_node": self.num_cpus}
         ranks = {"num_nodes": self.num_nodes, "num_ranks": self.num_nodes * self.num_ranks}
         return ranks | sizes | {name: getattr(self, name) for name in names.split()}
+
+
+def render(launch: Launch, form: LaunchFormat) -> str:
+    """Return the file; refuse a format that has no place for ranks of Slurm or for a folder."""
+    if form != "sbatch" and launch.by_srun:
+        raise UsageError(
+            f"{launch.name} has ranks that srun starts.",
+            rule=f"--format {form} starts all ranks in one container.",
+            remedy="give --format sbatch; or one node: --set slurm.nodes=1 --set launch.start_with=memfit",
+        )
+    return {"sbatch": _sbatch, "compose": _compose, "kubernetes": _kubernetes}[form](launch)
+
+
+def _sbatch(launch: Launch) -> str:
+    tasks, gpus = launch.num_ranks if launch.by_srun else 1, launch.layout.gpus_per_node
+    words = shlex.join(launch.command)
+    start = words if launch.by_srun else f"sh -c {shlex.quote(f'exec {words}')}"
+    options: dict[str, str | None] = {
+        "job-name": launch.name,
+        **launch.slurm,
+        "nodes": str(launch.num_nodes),
+        "ntasks": str(launch.num_nodes * tasks),
+        "ntasks-per-node": str(tasks),
+        "cpus-per-task": str(launch.num_cpus // tasks),
+        "gres": f"gpu:{gpus}" if gpus else "",
+        "mem": write_size(launch.memory.bytes),
+        "time": launch.time,
+        # To the ranks and not to this script, which has to start the job again.
+        "signal": f"TERM@{math.ceil(launch.grace_seconds) + _EARLY_SECONDS}",
+        "requeue": None,
+        "open-mode": "append",
+        "output": f"{launch.name}_%j.log",
+    }
+    notes = [f"# memory: {launch.memory_why}", *([f"# time: {launch.time_why}"] if launch.time_why else [])]
+    notes.append(f"# signal: {launch.grace_why}, and a minute that Slurm may be early")
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in launch.env.items()]
+    needed = [f': "${{{name}:?set it before sbatch}}"' for name in launch.settings.pass_env]
+    again = f'[ "$code" -eq 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {_MOST_REQUEUES} ]'
+    body = [
+        *notes,
+        *needed,
+        *exports,
+        f"{_STEP} {start}",
+        "code=$?",
+        "# 75: it was stopped, and has saved. It goes on where it stood.",
+        f'if {again}; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        'exit "$code"',
+    ]
+    return render_script(options, launch.slurm_extra, "\n".join(body))
+
+
+def _folders(launch: Launch) -> dict[str, bool]:
+    """Return the folders that outlive a container, each once, and whether it only reads them."""
+    written = dict.fromkeys(map(normpath, ("runs", *launch.settings.outputs)), False)
+    return written | {one: True for one in map(normpath, launch.settings.data) if one not in written}
+
+
+def _compose(launch: Launch) -> str:
+    settings = launch.settings
+    memory, shm = (write_size(size.bytes, ("g", "m")) for size in (launch.memory, launch.shm))
+    last = {name: f"${{{name}:?set it in the environment or in .env}}" for name in settings.pass_env}
+    last["MEMFIT_RUNS_DIR"] = f"{_HOME}/runs"
+    service: dict[str, Any] = {"image": settings.image} if settings.image else {"build": "."}
+    service |= {
+        "command": [_plain(word) for word in launch.command],
+        "restart": f"on-failure:{_MOST_RESTARTS}",
+        "volumes": [
+            f"{join('.', one)}:{normpath(join(_HOME, one))}{':ro' * reads}" for one, reads in _folders(launch).items()
+        ],
+        "mem_limit": memory,
+        "memswap_limit": memory,
+        "shm_size": shm,
+        "environment": {name: _plain(value) for name, value in launch.env.items()} | last,
+        "stop_grace_period": f"{_grace(launch)}s",
+    }
+    if launch.layout.gpus_per_node:
+        devices = [{"driver": "nvidia", "count": launch.layout.gpus_per_node, "capabilities": ["gpu"]}]
+        service["deploy"] = {"resources": {"reservations": {"devices": devices}}}
+    notes = [
+        f"# restart: after a stop (exit code 75), a kill or an error, {_MOST_RESTARTS} times at most; it goes on",
+        "# volumes: these folders outlive the container; launch.data and launch.outputs name more of them",
+        f"# mem_limit: {launch.memory_why}",
+        "# memswap_limit: the same, so no swap",
+        f"# shm_size: {launch.shm_why}; it counts towards mem_limit",
+        f"# stop_grace_period: {launch.grace_why}, and {_ENDING_SECONDS} s for memfit",
+    ]
+    notes += [f"# .env: write {name}=VALUE there, and keep it out of version control" for name in settings.pass_env]
+    return "\n".join([*notes, config.write_yaml({"services": {launch.name: service}})])
+
+
+def _kubernetes(launch: Launch) -> str:
+    """Return a Job. Source of its fields: the API batch/v1, Kubernetes 1.31, where podFailurePolicy is stable."""
+    settings, memory = launch.settings, write_size(launch.memory.bytes, ("Gi", "Mi"))
+    limits: dict[str, Any] = {"memory": memory}
+    if launch.layout.gpus_per_node:
+        limits["nvidia.com/gpu"] = launch.layout.gpus_per_node
+    env: dict[str, dict[str, Any]] = {name: {"value": _plain(value)} for name, value in launch.env.items()}
+    for name in settings.pass_env:
+        env[name] = {"valueFrom": {"secretKeyRef": {"name": launch.name, "key": name}}}
+    env["MEMFIT_RUNS_DIR"] = {"value": f"{_HOME}/runs"}
+    container = {
+        "name": launch.name,
+        "image": settings.image or launch.name,
+        "command": [_plain(word) for word in launch.command],
+        "env": [{"name": name} | value for name, value in env.items()],
+        "resources": {"requests": limits | {"cpu": launch.num_cpus}, "limits": limits},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, *_mounts(launch)],
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _grace(launch),
+        "containers": [container],
+        "volumes": [
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": write_size(launch.shm.bytes, ("Gi", "Mi"))}},
+            {"name": "files", "persistentVolumeClaim": {"claimName": settings.claim or launch.name}},
+        ],
+    }
+    rules = [
+        {"action": "Ignore", "onExitCodes": {"containerName": launch.name, "operator": "In", "values": [75]}},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "FailJob", "onExitCodes": {"containerName": launch.name, "operator": "In", "values": [2, 3]}},
+    ]
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": launch.name},
+        "spec": {"backoffLimit": _MOST_RESTARTS, "podFailurePolicy": {"rules": rules}, "template": {"spec": pod}},
+    }
+    notes = [
+        f"# memory: {launch.memory_why}",
+        f"# /dev/shm: {launch.shm_why}; it counts towards the memory",
+        f"# terminationGracePeriodSeconds: {launch.grace_why}, and {_ENDING_SECONDS} s for memfit",
+        "# podFailurePolicy: a stop (exit code 75) and an eviction start a new pod, which goes on; bad settings (2)",
+        f"# and too little memory (3) end the Job; a kill or an error counts, {_MOST_RESTARTS} times at most",
+        f"# volumes: the claim {settings.claim or launch.name} holds runs and the folders of launch.data and .outputs",
+    ]
+    return "\n".join([*notes, config.write_yaml(job)])
+
+
+def _mounts(launch: Launch) -> list[dict[str, Any]]:
+    """Return where the folders of the claim appear; each is a folder of the claim."""
+    found: list[dict[str, Any]] = []
+    for one, reads in _folders(launch).items():
+        below = one.lstrip("/")
+        if below.startswith("..") or below in ("", ".", "dev/shm"):
+            raise UsageError(
+                f"the folder {one} cannot be a part of a claim.",
+                rule="Kubernetes mounts folders of a volume by a path below it, and not over the code or /dev/shm.",
+                remedy="name the folder without ..: an absolute path, or one below the current folder",
+            )
+        mount: dict[str, Any] = {"name": "files", "mountPath": join(_HOME, one), "subPath": below}
+        found.append(mount | ({"readOnly": True} if reads else {}))
+    return found
+
+
+def _plain(text: str) -> str:
+    """Return a text in which Compose and Kubernetes replace nothing."""
+    return text.replace("$", "$$")
+
+
+def _grace(launch: Launch) -> int:
+    return math.ceil(launch.grace_seconds) + _ENDING_SECONDS

@@ -26,7 +26,7 @@ from memfit.units import list_some
 _NO_RESULT = re.compile(
     r"(schema_version|experiment|runs_dir|panels_dir|max_parallel|on_failure|retries|grace_seconds|backend|notify|track|tune|planned"
     r"|memory(?!\.num_gpus)|slurm(?!\.nodes)|resources\.memory"
-    r"|stages\.\w+\.(memory|gpu_memory|like|loaders|resources\.memory|slurm(?!\.nodes)))(\..*)?"
+    r"|stages\.\w+\.(memory|gpu_memory|loaders|resources\.memory|slurm(?!\.nodes)))(\..*)?"
 )
 _MANIFEST = {
     "stage": str,

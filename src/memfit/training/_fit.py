@@ -386,7 +386,7 @@ class Fit:
         """Write this rank's shards, and on rank 0 all else."""
         self.parts.save_shards(path)
         if self.is_first:
-            content = self.parts.content(self.at)
+            content = self.parts.content(self.at, self.session.identity)
             self._check_room(tensor_bytes(content) + self.step.pending_bytes)
             self.parts.write(path, content)
 
@@ -422,11 +422,9 @@ class Fit:
 
     def _save_average(self, ema: Ema, path: Path) -> None:
         """Write the model with its averaged weights, and what tells ``memfit average`` which training it is of."""
-        epoch, facts = len(self.progress.history), {"fit": self.progress.fit, "identity": dict(self.setup.identity)}
         with ema.applied(self.step.model):
-            state = {"epoch": epoch, "model": self.step.model.state_dict(), "provenance": self.setup.provenance}
-            save_checkpoint(path, {**facts, **state})
-        record("ema_snapshot", path=str(path), epoch=epoch, bytes=path.stat().st_size)
+            save_checkpoint(path, {**self.parts.told(self.session.identity), "model": self.step.model.state_dict()})
+        record("ema_snapshot", path=str(path), epoch=self.at.epoch, bytes=path.stat().st_size)
 
     def _warn_of_missed_milestones(self) -> None:
         """Warn of milestones after the last epoch: an average of these epochs will not be there to blend."""

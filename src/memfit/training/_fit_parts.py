@@ -94,7 +94,7 @@ class Buffers:
 
 class FitParts(LoopParts):
     """The parts of a fit. Those of a sharded model are in shards, which all ranks write; the rest is written by rank 0.
-    ``identity`` was read before the fit: some schedules change what they are made of."""
+    The identity was read before the fit: some schedules change what they are made of."""
 
     def __init__(self, setup: Setup, progress: Progress, **parts: Any) -> None:
         step = setup.step
@@ -107,11 +107,15 @@ class FitParts(LoopParts):
     def identity(self) -> dict[str, Any]:
         return {}
 
-    def content(self, position: Position) -> dict[str, Any]:
-        """Return what rank 0 writes; beside the parts, what tells people and other programs of it."""
-        told = {"epoch": position.epoch, "step": position.epoch_step, "provenance": dict(self.setup.provenance)}
-        told |= {"identity": dict(self.setup.identity), **self.progress.state_dict()}
-        return told | {name: part.state_dict() for name, part in self.parts.items()}
+    def told(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what tells people and other programs which training a file is of."""
+        epoch, provenance = len(self.progress.history), dict(self.setup.provenance)
+        return {"epoch": epoch, "fit": self.progress.fit, "identity": dict(identity), "provenance": provenance}
+
+    def content(self, position: Position, identity: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what rank 0 writes."""
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        return {**self.told(identity), "step": position.epoch_step, **self.progress.state_dict(), **states}
 
     def write(self, path: Path, content: Mapping[str, Any]) -> None:
         save_checkpoint(path / PARTS, dict(content), prove=not self.is_proved)

@@ -207,10 +207,10 @@ class Loop:
             session.at_end.callback(hook.remove)
         if session.keeper is not None:
             parts.check(session.allow)
-        if session.open() is not None:
-            self._losses = list(session.facts["losses"])
+        session.open()
         session.compare(**self.settings)
         session.begin()
+        self._losses = list(session.facts.get("losses", self._losses))
         at, resumed = session.position, session.resumed
         if not at.batch:
             session.restore_draws()

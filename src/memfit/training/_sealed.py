@@ -1,17 +1,18 @@
 """Keep checkpoints that are folders of a framework's files, each whole by its seal or not taken.
 
 The files are written in place, under a mark that says whose they are. Then each is forced to disk and
-hashed, both at the same time, and the mark is renamed to the seal: no seal, no checkpoint.
+summed up, both at the same time, and the mark is renamed to the seal: no seal, no checkpoint.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from memfit.errors import DamagedError, MemfitError, UsageError
 from memfit.files import read_json, refresh, sync_folder, write_atomic
@@ -32,10 +35,9 @@ SEAL = "SEAL.json"
 _MARK, _OLD = ".unsealed", ".replaced-"
 _HALF_FILE = re.compile(r"\.(latest|best|ema_epoch_\d+\.pt)\.[\d-]+\.tmp")
 #: The layout of a seal.
-FORMAT = 3
+FORMAT = 4
 _SHAPE = {"memfit_seal": int, "step": int, "facts": dict, "files": dict}
-_HASHERS, _SYNCERS = 8, 4
-_PART_BYTES, _READ_BYTES = 16 << 20, 1 << 20
+_THREADS, _READ_BYTES = 8, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class SealedFolder:
             (path / _MARK).touch()
 
     def seal(self, step: int, facts: Mapping[str, Any]) -> Path:
-        """Force the files of a step's folder to disk, hash them, and seal them with these facts (plain values)."""
+        """Force the files of a step's folder to disk, sum them up, and seal them with these facts (plain values)."""
         if self.ranks is not None:
             self.ranks.settle()  # all have written
             beat("save")
@@ -114,7 +116,7 @@ class SealedFolder:
     def _seal(self, step: int, facts: Mapping[str, Any]) -> None:
         path = self.folder_of(step)
         with self.writing():
-            files = _hash_all(path, sync=True)
+            files = _sum_all(path)
             text = json.dumps({"memfit_seal": FORMAT, "step": step, "facts": dict(facts), "files": files}, indent=1)
             with open(path / _MARK, "w") as file:
                 file.write(text)
@@ -173,7 +175,7 @@ class SealedFolder:
         return None
 
     def read(self, step: int) -> Sealed:
-        """Return the checkpoint of a step, once its hashes were compared."""
+        """Return the checkpoint of a step, once its checksums were compared."""
         found: Sealed = self.lead(lambda: _read(self.folder_of(step), step))
         return found
 
@@ -225,37 +227,32 @@ def _read(path: Path, step: int) -> Sealed:
     for name in seal["files"]:
         if not (path / name).is_file():
             raise _damaged(path, f"{name} is missing")
-    for name, (size, sha) in _hash_all(path, names=seal["files"]).items():
-        if [size, sha] != seal["files"][name]:
-            raise _damaged(path, f"{name} differs from its hash")
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda name: _sum(path / name, seal["files"][name]), seal["files"])
+        for name, sums in zip(seal["files"], found, strict=True):
+            if sums != seal["files"][name]:
+                raise _damaged(path, f"{name} differs from its checksum")
     return Sealed(path, step, seal["facts"])
 
 
 def _damaged(path: Path, what: str) -> DamagedError:
     return DamagedError(
         f"{path} is damaged: {what}.",
-        rule="a checkpoint is sealed with the hash of each of its files, so it was changed from outside.",
+        rule="a checkpoint is sealed with the checksum of each of its files, so it was changed from outside.",
         remedy="put the file back; or remove the folder, so that an older one is taken or the training starts over",
     )
 
 
-def _hash_all(path: Path, names: Collection[str] | None = None, *, sync: bool = False) -> dict[str, list[Any]]:
-    """Return size and hash of the files below a folder, by name; with ``sync`` also force them to disk meanwhile. The
-    hash of a file is the SHA-256 of those of its parts of 16 MiB, which several threads make at once."""
-    if names is None:
-        found = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file())
-        names = [name for name in found if name not in (_MARK, SEAL)]
-    sizes = {name: (path / name).stat().st_size for name in names}
-    with ThreadPoolExecutor(_HASHERS) as hashers, ThreadPoolExecutor(_SYNCERS) as syncers:
-        forced = [syncers.submit(_force, path / name) for name in names if sync]
-        parts = {
-            name: [hashers.submit(_hash_part, path / name, start) for start in range(0, size, _PART_BYTES)]
-            for name, size in sizes.items()
-        }
+def _sum_all(path: Path) -> dict[str, list[int]]:
+    """Return the sums of the files below a folder by name, and force these to disk meanwhile."""
+    names = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file())
+    names = [name for name in names if name not in (_MARK, SEAL)]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        forced = [pool.submit(_force, path / name) for name in names]
+        found = {name: pool.submit(_sum, path / name) for name in names}
         for one in forced:
             one.result()
-        hashes = {name: b"".join(one.result() for one in of_file) for name, of_file in parts.items()}
-    return {name: [size, hashlib.sha256(hashes[name]).hexdigest()] for name, size in sizes.items()}
+        return {name: one.result() for name, one in found.items()}
 
 
 def _force(path: Path) -> None:
@@ -263,15 +260,31 @@ def _force(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _hash_part(path: Path, start: int) -> bytes:
-    sha, buffer, end = hashlib.sha256(), memoryview(bytearray(_READ_BYTES)), start + _PART_BYTES
+def _sum(path: Path, told: list[int] | None = None) -> list[int]:
+    """Return a file's size, a place in it, and the CRC-32 of all from there on: of a file of ``torch.save`` that is its
+    directory, which has the CRC-32 of each record. Beside those that are told, the records are compared as well."""
+    crc, buffer = 0, memoryview(bytearray(_READ_BYTES))
     with open(path, "rb", buffering=0) as file:
+        start = told[1] if told else _directory_of(file)
         file.seek(start)
-        while start < end and (count := file.readinto(buffer)):
-            sha.update(buffer[:count])
-            start += count
-    return sha.digest()
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+        found = [file.tell(), start, crc]
+        if start and found == told:
+            with suppress(zipfile.BadZipFile, ValueError, EOFError, RuntimeError), zipfile.ZipFile(file) as archive:
+                return found if archive.testzip() is None else []
+            return []
+    return found
 
 
-def _total(files: Mapping[str, list[Any]]) -> int:
-    return sum(size for size, _ in files.values())
+def _directory_of(file: Any) -> int:
+    """Return where the directory of a zip archive begins that is the whole file; 0 of any other file."""
+    if torch.serialization.get_crc32_options() and zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            if min((one.header_offset for one in archive.infolist()), default=1) == 0:
+                return archive.start_dir
+    return 0
+
+
+def _total(files: Mapping[str, list[int]]) -> int:
+    return sum(size for size, *_ in files.values())
