@@ -1,5 +1,6 @@
 """What every keeper of files promises: a row for each promise, a column for each keeper."""
 
+import itertools
 import os
 import resource
 import shutil
@@ -82,21 +83,25 @@ def files_in(folder):
 
 
 def write_until(keeper, folder, text, deadly):
-    """Write in this child, which is killed at its ``deadly``-th operation on a file; return how many there were."""
+    """Write in this child, which is killed at its ``deadly``-th moment: before an operation on a file, or as soon as
+    one was opened."""
     seen = []
 
     def watch(event, arguments):
         reads = event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR)
         is_file = event in ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir")
-        if is_file and not reads and str(folder) in str(arguments[0]):
-            seen.append(event)
-            if len(seen) == deadly:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if is_file and not reads and str(folder) in str(arguments[0]) and len(seen) < deadly:
+            for is_open in [False, True][: 1 + (event == "open")]:
+                seen.append(event)
+                if len(seen) == deadly:
+                    if is_open:
+                        with suppress(OSError):
+                            os.close(os.open(arguments[0], arguments[2], 0o666))
+                    os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
     os.fsync = lambda descriptor: None  # a killed process loses nothing that the kernel has
     keeper.write(folder, text)
-    return len(seen)
 
 
 @pytest.mark.core
@@ -104,18 +109,18 @@ def write_until(keeper, folder, text, deadly):
 def test_a_kill_at_any_operation_on_a_file_leaves_the_old_or_the_new_and_the_next_write_is_whole(keeper, tmp_path):
     (before := tmp_path / "before").mkdir()
     keeper.write(before, "old")
-    whole = shutil.copytree(before, tmp_path / "whole")
-    number = forked.call(write_until, keeper, whole, "newer", 0)
-    assert number >= 2 and keeper.read(whole)[-1] == "newer"
-    for deadly in range(1, number + 1):
+    keeper.write(whole := shutil.copytree(before, tmp_path / "whole"), "newer")
+    assert keeper.read(whole)[-1] == "newer"
+    for deadly in itertools.count(1):
         folder = shutil.copytree(before, tmp_path / str(deadly))
         with suppress(EOFError):
             forked.call(write_until, keeper, folder, "newer", deadly)
-            pytest.fail("it was not killed")
+            break  # all moments were passed
         assert keeper.read(folder) in (["old"], ["newer"], ["old", "newer"])
         keeper.write(folder, "newer")
         assert keeper.read(folder) == keeper.read(whole)
         assert [one.name for one in files_in(folder)] == [one.name for one in files_in(whole)]
+    assert deadly > 3
 
 
 def write_with_little_room(keeper, folder):
