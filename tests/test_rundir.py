@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,52 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.errors import DamagedError, UsageError
-from memfit.files import read_json, read_masked, read_whole, write_atomic, write_json, write_masked
+from memfit.files import read_json, read_masked, read_whole, write_masked
 from memfit.rundir import EventTail, EventWriter, RunDir, phase, read_devices, read_events, record
-
-
-def test_a_replaced_file_has_the_old_content_or_the_new(tmp_path):
-    path = tmp_path / "state.json"
-    write_json(path, {"n": 1})
-    write_json(path, {"n": 2}, durable=False)
-    assert read_json(path) == {"n": 2}
-    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
-
-
-def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path, monkeypatch):
-    path = tmp_path / "state.json"
-    write_json(path, {"n": 1})
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space") as caught:
-        write_atomic(path, "x" * 100)
-    assert caught.value.filename == str(path)
-    assert read_json(path) == {"n": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
-
-
-def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path):
-    path = tmp_path / "state.json"
-    write_json(path, {"n": -1})
-    code = (
-        "import pathlib, sys; from memfit.files import write_json\n"
-        f"p = pathlib.Path({str(path)!r}); n = 0\n"
-        "print('go', flush=True)\n"
-        "while True: n += 1; write_json(p, {'n': n, 'fill': 'x' * 20000}, durable=False)\n"
-    )
-    for _ in range(5):
-        writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-        assert writer.stdout is not None
-        writer.stdout.readline()
-        for _ in range(50):
-            assert "n" in (read_json(path) or {})
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-        writer.stdout.close()
-        assert "n" in (read_json(path) or {})
 
 
 def test_a_json_file_that_was_changed_from_outside_is_refused_by_name(tmp_path):

@@ -70,46 +70,6 @@ def test_four_processes_that_ask_at_once_build_once_and_read_the_same(
     assert {report["digest"] for report in reports} == {reference(parquet, tmp_path)}
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("stop_at", [0.5, *(pytest.param(share, marks=pytest.mark.long) for share in (0.0, 1.0))])
-def test_a_killed_build_leaves_no_panel_and_the_next_one_rebuilds(
-    parquet: Path, tmp_path: Path, start_child: Start, stop_at: float
-) -> None:
-    panels = tmp_path / "panels"
-    child = start_child("build", **arguments(parquet, panels, stop_at=stop_at))
-    wait_for(child, "stopped")
-    kill(child)
-    assert len(leftovers(panels)) == 1
-    assert not list(panels.glob("[!.]*"))
-    panel = Panel.build(parquet, panels, features=FEATURES, targets=TARGETS)
-    assert not panel.reused
-    assert leftovers(panels) == []
-    assert hashlib.sha256(panel.values.tobytes()).hexdigest() == reference(parquet, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.proves("S0-42")
-@pytest.mark.long
-def test_a_kill_between_the_last_row_and_the_rename_leaves_a_whole_panel_or_none(
-    parquet: Path, tmp_path: Path, start_child: Start
-) -> None:
-    for attempt in range(5):
-        panels = tmp_path / f"panels{attempt}"
-        child = start_child("build", **arguments(parquet, panels, stop_at=1.0))
-        wait_for(child, "stopped")
-        assert child.stdin is not None
-        child.stdin.write("\n")
-        child.stdin.flush()
-        time.sleep(attempt * 0.01)
-        child.kill()
-        child.wait(30)
-        for built in panels.glob("[!.]*"):
-            Panel.open(built, verify="full")
-        panel = Panel.build(parquet, panels, features=FEATURES, targets=TARGETS)
-        panel.verify()
-        assert leftovers(panels) == []
-
-
 @pytest.mark.slow
 def test_who_waits_for_a_builder_that_is_killed_builds_in_its_place(
     parquet: Path, tmp_path: Path, start_child: Start

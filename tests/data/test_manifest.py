@@ -57,25 +57,6 @@ def test_a_flipped_byte_in_the_labels_or_the_manifest_is_refused_at_every_open(p
         flip(panel.path / name, offset, 1)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_truncated_or_lengthened_file_is_refused_at_every_open(panel: Panel, name: str) -> None:
-    file = panel.path / name
-    content = file.read_bytes()
-    for changed in (content[:-1], content[: len(content) // 2], b"", content + b"\0"):
-        file.write_bytes(changed)
-        with pytest.raises(DamagedError, match=name):
-            Panel.open(panel.path)
-    file.write_bytes(content)
-    panel.verify()
-
-
-@pytest.mark.parametrize("name", [name for name in FILES if name != "manifest.json"])
-def test_a_missing_file_is_refused_by_name(panel: Panel, name: str) -> None:
-    (panel.path / name).unlink()
-    with pytest.raises(DamagedError, match=f"{name} is not there"):
-        Panel.open(panel.path)
-
-
 def test_a_damaged_panel_in_the_cache_is_refused_and_not_silently_rebuilt(
     panel: Panel, make_table: Callable[..., pa.Table]
 ) -> None:

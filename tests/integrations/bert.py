@@ -9,7 +9,7 @@ import traceback
 import torch
 import transformers
 
-from memfit.integrations.huggingface import exact, stoppable
+from memfit.integrations.huggingface import MemfitCallback, exact, stoppable
 
 STEPS = 16  # two epochs of 32 samples in batches of 2, two of which are a step
 
@@ -65,7 +65,7 @@ SENDS = {
 def model(**settings):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 8}
-    config = transformers.BertConfig(vocab_size=40, intermediate_size=16, **sizes | settings)
+    config = transformers.BertConfig(vocab_size=40, **{"intermediate_size": 16} | sizes | settings)
     return transformers.BertForMaskedLM(config)
 
 
@@ -130,6 +130,53 @@ def train(folder, mode="exact", at=None, send="TERM", where="on_step_begin", all
         stoppable(trainer, allow=allow)
     trainer.train()
     return digest(trainer)
+
+
+class Tells(transformers.TrainerCallback):
+    """Tells which moment of five batches and three steps an epoch a training passes."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.at(("begin", state.global_step // 3))
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.at(("batch", state.global_step // 3, state.global_step % 3 * 2 + 1))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if (step := state.global_step - 1) % 3 == 2:
+            self.at(("batch", step // 3, 5))
+        else:
+            self.at(("batch", step // 3, step % 3 * 2 + 2))
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self.at(("evaluation", (state.global_step - 1) // 3))
+
+
+class Sees(transformers.Trainer):
+    """Notes the samples of each batch."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.seen.append(inputs["labels"][:, 0].tolist())
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def train_by_moments(folder, at, *, mode="exact", workers=0, rate=1e-2, width=16, allow=()):
+    """Train as the contract's other loops do; return the hash of what it leaves, and the samples of each batch."""
+    settings = {
+        "per_device_train_batch_size": 4, "num_train_epochs": 3, "save_steps": 2, "learning_rate": rate,
+        "eval_strategy": "epoch", "dataloader_num_workers": workers,
+    }  # fmt: skip
+    callbacks = [Tells(at), *[MemfitCallback()] * (mode == "watch")]
+    trainer = make(
+        folder, kind=Sees, callbacks=callbacks, data=Words(20), net=model(intermediate_size=width), **settings
+    )
+    trainer.seen = []
+    if mode in ("exact", "stop"):
+        (exact if mode == "exact" else stoppable)(trainer, allow=allow)
+    trainer.train()
+    return digest(trainer)[0], trainer.seen
 
 
 def child(*arguments, **settings):

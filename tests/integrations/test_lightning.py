@@ -1,6 +1,7 @@
 """A training in Lightning is watched, stops and resumes by the real package, to the same bytes where that was asked for."""
 
 import copy
+import functools
 import os
 import signal
 from datetime import timedelta
@@ -17,10 +18,10 @@ from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, Learn
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from memfit.errors import DamagedError, UsageError
+from memfit.errors import UsageError
 from memfit.integrations.lightning import Exact, MemfitCallback, Stop
 from training.conftest import events  # noqa: F401
-from training.loops import Resumable, Samples, Stream, digest, ids, in_child, loader, masked, plain, said
+from training.loops import Samples, Stream, bare, digest, ids, in_child, loader, masked, plain, said
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
@@ -31,10 +32,9 @@ NUM_EPOCHS = 3
 
 
 class Module(LightningModule):
-    def __init__(self, at, rate=1e-2):
+    def __init__(self, at, rate=1e-2, width=8):
         super().__init__()
-        torch.manual_seed(0)
-        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+        self.net, _ = bare(width=width)
         self.at, self.rate, self.seen, self.losses, self.calls, self.counts = at, rate, [], [], 0, False
 
     def training_step(self, batch, batch_idx):
@@ -46,8 +46,11 @@ class Module(LightningModule):
         self.batch_idx = batch_idx
         return loss
 
+    def on_train_start(self):
+        self.at(("begin", self.current_epoch))
+
     def on_after_backward(self):
-        self.at(("batch", self.current_epoch, self.batch_idx))
+        self.at(("batch", self.current_epoch, self.batch_idx + 1))
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
         return batch[0], batch[1] + 0.01 * torch.rand(())  # what is drawn between two steps counts, too
@@ -56,7 +59,7 @@ class Module(LightningModule):
         torch.rand(7)  # the draws of others change nothing
         self.log("score", self.net(batch[1]).mean())
         if not self.trainer.sanity_checking:
-            self.at(("evaluation", self.current_epoch, batch_idx))
+            self.at(("evaluation", self.current_epoch))
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate)
@@ -74,18 +77,23 @@ def make_trainer(**options):
 
 
 def train(  # noqa: PLR0913
-    folder, at, *, form=Exact, workers=0, rate=1e-2, allow=(), persistent=False, collate=masked, data=None, **options
-):
+    folder, at, *, mode="exact", workers=0, rate=1e-2, width=8, allow=(), persistent=False, collate=masked, data=None,
+    **options,
+):  # fmt: skip
     """Train; return the hash of what it leaves, the samples of each batch and their losses."""
-    module, seed = Module(at, rate), {"seed": 1} if form is Exact else {}
-    one = form(folder, every=2, allow=allow, **seed)
-    batches = loader(collate, workers, data)
+    module, batches = Module(at, rate, width), loader(collate, workers, data)
     if persistent:
         batches = DataLoader(
             batches.dataset, 4, shuffle=True, collate_fn=masked, num_workers=2, persistent_workers=True
         )
-    trainer = make_trainer(**options)
-    one.fit(trainer, module, train_dataloaders=batches, val_dataloaders=loader(collate, workers))
+    loaders = {"train_dataloaders": batches, "val_dataloaders": loader(collate, workers)}
+    if mode in ("plain", "watch"):
+        trainer = make_trainer(callbacks=[MemfitCallback()] if mode == "watch" else [], **options)
+        trainer.fit(module, **loaders)
+    else:
+        form = Stop if mode == "stop" else functools.partial(Exact, seed=1)
+        trainer = make_trainer(**options)
+        form(folder, every=2, allow=allow).fit(trainer, module, **loaders)
     return digest(module, trainer.optimizers[0]), module.seen, module.losses
 
 
@@ -95,35 +103,12 @@ def whole(tmp_path_factory):
     return in_child(train, tmp_path_factory.mktemp("whole") / "whole")[1]
 
 
-TERM, KILL = signal.SIGTERM, signal.SIGKILL
-MOMENTS = [
-    (("batch", 0, 0), TERM),
-    (("batch", 0, 2), TERM),
-    (("batch", 1, 1), KILL),
-    (("batch", 1, 4), TERM),
-    (("evaluation", 0, 1), TERM),
-    (("evaluation", 1, 1), KILL),
-    (("batch", 2, 0), TERM),
-]
-
-
-@pytest.mark.parametrize(("moment", "number"), MOMENTS, ids=lambda value: str(value))
-def test_a_stopped_training_goes_on_to_the_same_bytes(tmp_path, whole, moment, number):
-    code, _ = in_child(train, tmp_path / "part", moment, number)
-    assert code == (75 if number == signal.SIGTERM else -9), said(tmp_path / "part")
-    code, part = in_child(train, tmp_path / "part", workers=0)
-    assert code == 0, said(tmp_path / "part")
-    assert part[0] == whole[0]
-    if part[1]:
-        assert (part[1], part[2]) == (whole[1][-len(part[1]) :], whole[2][-len(part[2]) :])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"workers": 2}, {"persistent": True}, {"precision": "bf16-mixed"}])
+@pytest.mark.parametrize("options", [{"persistent": True}, {"precision": "bf16-mixed"}])
 def test_workers_and_bf16(tmp_path, whole, options):
     if "precision" in options:
         _, whole = in_child(train, tmp_path / "whole", **options)
-    code, _ = in_child(train, tmp_path / "part", ("batch", 1, 2), **options)
+    code, _ = in_child(train, tmp_path / "part", ("batch", 1, 3), **options)
     assert code == 75, said(tmp_path / "part")
     code, part = in_child(train, tmp_path / "part", **options)
     assert (code, part[0]) == (0, whole[0]), said(tmp_path / "part")
@@ -144,7 +129,7 @@ def scaled(folder, at):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [("batch", 0, 3), ("batch", 0, 4)], ids=["skipped", "next"])
+@pytest.mark.parametrize("moment", [("batch", 0, 4), ("batch", 0, 5)], ids=["skipped", "next"])
 def test_a_stop_at_a_step_that_the_scaler_skips_is_exact(tmp_path, moment):
     _, unbroken = in_child(scaled, tmp_path / "whole")
     assert unbroken[1] == 8.0, "halved once, and doubled since"
@@ -152,63 +137,8 @@ def test_a_stop_at_a_step_that_the_scaler_skips_is_exact(tmp_path, moment):
     assert in_child(scaled, tmp_path / "part") == (0, unbroken), said(tmp_path / "part")
 
 
-@pytest.mark.core
-def test_a_chain_of_stops_and_the_end_that_is_saved(tmp_path, whole):
-    for moment in [("batch", 0, 1), ("batch", 0, 3), ("batch", 1, 0), ("evaluation", 1, 0), ("batch", 2, 3)]:
-        code, _ = in_child(train, tmp_path / "part", moment)
-        assert code == 75, said(tmp_path / "part")
-    for count in (2, 0):  # the last one finds the end
-        code, part = in_child(train, tmp_path / "part")
-        assert (code, part[0], min(len(part[1]), 2)) == (0, whole[0], min(count, len(part[1]))), said(tmp_path / "part")
-
-
 def test_a_stop_in_the_last_step_is_no_stop(tmp_path):
-    assert in_child(train, tmp_path / "part", ("evaluation", 2, 1))[0] == 0
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("data", [None, Resumable()], ids=["indexed", "stream"])
-def test_stop_sees_each_sample_once(tmp_path, data):
-    options = {"form": Stop, "collate": plain, "data": data}
-    seen = in_child(train, tmp_path / "whole", **options)[1][1]
-    code, _ = in_child(train, tmp_path / "part", ("batch", 1, 2), **options)
-    assert code == 75, said(tmp_path / "part")
-    code, part = in_child(train, tmp_path / "part", **options)
-    assert (code, part[1]) == (0, seen[9:]), said(tmp_path / "part")
-    why = "the order goes on" if data is None else "the stream goes on where its state_dict says"
-    assert f"sealed and not exact: {why}" in said(tmp_path / "part")
-
-
-def test_a_stream_without_state_is_seen_again_which_is_told(tmp_path):
-    options = {"form": Stop, "collate": plain, "data": Stream()}
-    assert in_child(train, tmp_path / "part", ("batch", 1, 1), **options)[0] == 75, said(tmp_path / "part")
-    assert in_child(train, tmp_path / "part", **options)[1][1][0] == [1, 2, 3, 4]
-    assert "8 samples are seen again" in said(tmp_path / "part")
-
-
-@pytest.mark.filterwarnings("ignore::memfit.training.CheckpointWarning")
-def test_a_torn_and_a_damaged_checkpoint_are_passed_over(tmp_path, whole):
-    in_child(train, tmp_path / "part", ("batch", 2, 0))
-    folders = sorted((tmp_path / "part").glob("step-*"), key=lambda one: int(one.name[5:]))
-    (folders[-1] / "lightning.ckpt").write_bytes(b"cut")
-    (tmp_path / "part" / "step-99").mkdir()
-    (tmp_path / "part" / "step-99" / ".unsealed").touch()
-    code, part = in_child(train, tmp_path / "part")
-    assert code == 0, said(tmp_path / "part")
-    assert part[0] == whole[0]
-    for folder in (tmp_path / "part").glob("step-*"):
-        (folder / "lightning.ckpt").unlink()
-    with pytest.raises(DamagedError, match="missing"):
-        train(tmp_path / "part", ignore)
-
-
-def test_another_rate_is_refused_or_taken(tmp_path, whole, events):  # noqa: F811
-    in_child(train, tmp_path / "part", ("batch", 1, 2))
-    with pytest.raises(UsageError, match="learning_rate"):
-        train(tmp_path / "part", ignore, rate=1e-1)
-    changed, _, _ = train(tmp_path / "part", ignore, rate=1e-1, allow=("learning_rate",))
-    assert changed != whole[0]
-    assert [one["changed"]["learning_rate"] for one in events("fork")] == [[[1e-2], [1e-1]]]
+    assert in_child(train, tmp_path / "part", ("evaluation", 2))[0] == 0
 
 
 class Whole(Module):
@@ -275,17 +205,17 @@ def whole_alone(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place, epoch, batch", [("batch", 0, 2), ("batch", 2, 3), ("evaluation", 1, 0)])
-def test_loaders_of_a_module_and_metrics_of_an_epoch(tmp_path, whole_alone, place, epoch, batch):
+@pytest.mark.parametrize("moment", [("batch", 0, 3), ("batch", 2, 4), ("evaluation", 1)], ids=str)
+def test_loaders_of_a_module_and_metrics_of_an_epoch(tmp_path, whole_alone, moment):
     whole, folder = whole_alone, tmp_path / "part"
     assert whole[1][:5] != whole[1][5:10]
     assert all(mean == pytest.approx(a) and a == b for mean, a, b in whole[2]), "the trial is in none"
-    data = Data() if epoch == 2 else None
-    assert in_child(train_whole, folder, (place, epoch, batch))[0] == 75, said(folder)
+    data = Data() if moment[1] == 2 else None
+    assert in_child(train_whole, folder, moment)[0] == 75, said(folder)
     code, part = in_child(train_whole, folder, data=data)
     assert (code, part[0], part[3]) == (0, whole[0], whole[3]), said(folder)
     assert (part[1], part[2]) == (whole[1][-len(part[1]) :], whole[2][-len(part[2]) :])
-    assert ("means of self.log begin anew" in said(folder)) == (place == "batch")
+    assert ("means of self.log begin anew" in said(folder)) == (moment[0] == "batch")
     again = in_child(train_whole, folder)[1]
     assert (again[0], again[1]) == (whole[0], [])  # also where it ended early, it has ended
 
@@ -321,12 +251,13 @@ def train_by_hand(folder, at):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("moment", "number"), [(("batch", 0, 2), TERM), (("batch", 1, 1), KILL), (("batch", 1, 4), TERM)]
+    ("moment", "number"),
+    [(("batch", 0, 3), signal.SIGTERM), (("batch", 1, 2), signal.SIGKILL), (("batch", 1, 5), signal.SIGTERM)],
 )
 def test_a_module_that_makes_its_steps_is_exact(tmp_path, moment, number):
     whole = in_child(train_by_hand, tmp_path / "whole")[1]
     code, _ = in_child(train_by_hand, tmp_path / "part", moment, number)
-    assert code == (75 if number == TERM else -9), said(tmp_path / "part")
+    assert code == (75 if number == signal.SIGTERM else -9), said(tmp_path / "part")
     code, part = in_child(train_by_hand, tmp_path / "part")
     assert (code, part[:2]) == (0, whole[:2]), said(tmp_path / "part")
     assert part[2] == whole[2][-len(part[2]) :]
@@ -464,7 +395,7 @@ def train_by_epoch(folder, at, kind=ByEpoch, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [("batch", 1, 2), ("batch", 0, 4)], ids=["midway", "at its first batch"])
+@pytest.mark.parametrize("moment", [("batch", 1, 3), ("batch", 0, 5)], ids=["midway", "at its first batch"])
 def test_the_users_start_of_an_epoch_is_called_again_where_lightning_leaves_it_out(tmp_path, moment):
     whole = in_child(train_by_epoch, tmp_path / "whole")[1]
     assert "the model could not be tried" in said(tmp_path / "whole"), "a list that its epoch makes is not there before"
@@ -480,20 +411,9 @@ def test_a_training_that_something_has_moved_back_is_refused_at_its_resume(tmp_p
         def on_train_start(self, trainer, pl_module):
             trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.reset()
 
-    in_child(train, tmp_path / "part", ("batch", 1, 2))
+    in_child(train, tmp_path / "part", ("batch", 1, 3))
     with pytest.raises(UsageError, match="a callback has moved it from step 5 to 0"):
         train(tmp_path / "part", ignore, callbacks=[Back()])
-
-
-def test_a_checkpoint_that_the_module_cannot_load_is_named(tmp_path):
-    class Wide(Module):
-        def __init__(self, at):
-            super().__init__(at)
-            self.net = torch.nn.Linear(4, 2)
-
-    in_child(train, tmp_path / "part", ("batch", 1, 2))
-    with pytest.raises(UsageError, match=r"step-5 cannot be loaded: RuntimeError: .*for Wide"):
-        train_by_epoch(tmp_path / "part", ignore, kind=Wide)
 
 
 def test_a_fast_run_of_a_step_leaves_nothing(tmp_path):
@@ -517,21 +437,6 @@ def test_a_fit_leaves_no_hook_behind_for_the_next_one_of_its_process(tmp_path):
 def test_it_must_be_asked_to_fit(tmp_path):
     with pytest.raises(UsageError, match="not asked to fit"):
         make_trainer(callbacks=[Stop(tmp_path, every=2)]).fit(Module(ignore), loader(plain))
-
-
-def test_watching_changes_nothing_and_tells_all(tmp_path, events):  # noqa: F811
-    def run(callbacks):
-        module, trainer = Module(ignore), make_trainer(callbacks=callbacks)
-        trainer.fit(module, loader(plain), loader(plain))
-        return digest(module, trainer.optimizers[0])
-
-    assert run([]) == run([MemfitCallback()])
-    assert [one["epoch"] for one in events("epoch")] == [1, 2, 3]
-    assert {"loss", "score"} <= set(events("epoch")[0])
-    assert [one["phase"] for one in events("phase")][:4] == ["train", "validate", "train", "validate"]
-    assert events("step")[0]["num_steps"] == 3
-    settings = [one["settings"] for one in events("loaders")]
-    assert [(one["workers"], one["validation workers"], one["accumulation"]) for one in settings] == [(0, 0, 2)]
 
 
 def test_a_stop_closes_a_logger_as_finished(tmp_path):

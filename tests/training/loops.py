@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from memfit.training import Loop
+from memfit.training import Loop, Trainer
 
 NUM_SAMPLES, BATCH, NUM_EPOCHS, ACCUMULATION = 20, 4, 3, 2  # 5 batches and 3 steps an epoch: the last one of 1 batch
 
@@ -82,14 +82,14 @@ def plain(items):
     return batch, batch
 
 
-def bare(rate=1e-2):
+def bare(rate=1e-2, width=8):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+    model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Dropout(0.2), torch.nn.Linear(width, 1))
     return model, torch.optim.AdamW(model.parameters(), lr=rate)
 
 
-def parts(rate=1e-2):
-    model, optimizer = bare(rate)
+def parts(rate=1e-2, width=8):
+    model, optimizer = bare(rate, width)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3)
 
 
@@ -103,15 +103,49 @@ def ids(batch):
     return [round(float(row[0]) * NUM_SAMPLES) for row in batch[0]]
 
 
+class Unwatched:
+    """In place of what memfit puts around a loop."""
+
+    batch = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def epochs(self, num):
+        yield from range(num)
+
+    def loader(self, loader):
+        return loader
+
+    def batches(self, loader):
+        for self.batch, batch in enumerate(loader, start=1):
+            yield batch
+
+    __call__ = batches
+
+    def log(self, loss=None, **numbers):
+        pass
+
+
 def train(  # noqa: PLR0913
-    folder, at, *, seed=1, workers=0, collate=masked, rate=1e-2, allow=(), data=None, wrap=lambda x: x, carries=False
-):
+    folder, at, *, mode="exact", workers=0, collate=masked, rate=1e-2, allow=(), data=None, width=8, leaves=False,
+    wrap=lambda x: x, carries=False,
+):  # fmt: skip
     """Train a plain loop; return the hash of what it leaves, the samples of each batch, and what each evaluation drew."""
-    model, optimizer, schedule = parts(rate)
-    loop = Loop(folder, seed=seed, every=2, allow=allow, model=model, optimizer=optimizer, schedule=schedule)
+    model, optimizer, schedule = parts(rate, width)
+    own = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    keeps = {"exact": {"seed": 1, "every": 2}, "stop": {"every": 2}, "watch": {}}
+    kept = folder if mode in ("exact", "stop") else None
+    loop = Unwatched() if mode == "plain" else Loop(kept, allow=allow, **keeps[mode], **own)
     batches, seen, evaluated = wrap(loader(collate, workers, data)), [], {}
     for epoch in loop.epochs(NUM_EPOCHS):
+        at(("begin", epoch))
         for batch in loop(batches):
+            if leaves and (epoch, loop.batch) == (1, 3):
+                break  # with a batch that is not wanted
             loss = model(batch[1]).square().mean()
             (loss / ACCUMULATION).backward()
             seen.append(ids(batch))
@@ -128,6 +162,60 @@ def train(  # noqa: PLR0913
     return digest(model, optimizer), seen, evaluated
 
 
+def fit(folder, at, *, workers=0, rate=1e-2, width=8, preflight=False):
+    """The same by a ``Trainer``; without a folder, nothing is kept."""
+    model, optimizer, schedule = parts(rate, width)
+    seen, place = [], Place(at, optimizer)
+
+    def loss(model, batch):
+        if model.training:
+            seen.append(ids(batch))
+            place.batch()
+        return model(batch[1]).square().sum(), len(batch[1])
+
+    def evaluate(model, batches):
+        place.evaluation()
+        return {"score": float(torch.rand(()))}
+
+    trainer = Trainer(
+        model, loss=loss, optimizer=optimizer, schedule=schedule, checkpoint_dir=folder, seed=1, checkpoint_seconds=0.0,
+        global_batch_size=BATCH * ACCUMULATION, keep_epochs=2,
+    )  # fmt: skip
+    settings = {"best_metric": "score", "preflight": preflight, "evaluate": evaluate}
+    trainer.fit(loader(masked, workers, Begins(at)), [torch.ones(1)], num_epochs=NUM_EPOCHS, **settings)
+    return digest(model, optimizer), seen
+
+
+class Begins(Samples):
+    """Tells when the first of its samples is made."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def __getitem__(self, index):
+        self.at(("begin", 0))
+        return super().__getitem__(index)
+
+
+class Place:
+    """Tells where a training is, by the steps that its optimizer has made."""
+
+    def __init__(self, at, optimizer):
+        self.at, self.optimizer, self.micro, self.last = at, optimizer, 0, None
+
+    @property
+    def steps(self):
+        return max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
+
+    def batch(self):
+        self.micro = self.micro + 1 if self.steps == self.last else 1
+        self.last = self.steps
+        self.at(("batch", self.steps // 3, 2 * (self.steps % 3) + self.micro))
+
+    def evaluation(self):
+        self.at(("evaluation", self.steps // 3 - 1))
+
+
 def digest(model, optimizer) -> str:
     """The SHA-256 of weights and optimizer."""
     sha = hashlib.sha256()
@@ -137,8 +225,11 @@ def digest(model, optimizer) -> str:
 
 
 def in_child(train: Callable, folder: Path, moment=None, number=signal.SIGTERM, **options):
-    """Train in a group of processes, which gets a signal at a moment; return its exit code and what ``train`` returned."""
-    reached, go_on, answer = os.pipe(), os.pipe(), folder.with_suffix(".answer")
+    """Train in a group of processes, which gets a signal at a moment; return its exit code and what ``train`` returned.
+
+    ``number`` may be what is done at the moment in place of a signal.
+    """
+    reached, go_on, answer, passed = os.pipe(), os.pipe(), folder.with_suffix(".answer"), []
     answer.unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
@@ -148,7 +239,8 @@ def in_child(train: Callable, folder: Path, moment=None, number=signal.SIGTERM, 
             sys.stderr = open(folder.with_suffix(".err"), "a")  # noqa: SIM115 - until the process ends
 
             def at(now):
-                if now == moment:
+                if now == moment and not passed:
+                    passed.append(now)
                     os.write(reached[1], b"x")
                     os.read(go_on[0], 1)
 
@@ -163,7 +255,7 @@ def in_child(train: Callable, folder: Path, moment=None, number=signal.SIGTERM, 
             os._exit(code)
     os.close(reached[1])
     if os.read(reached[0], 1):
-        os.killpg(pid, number)
+        number() if callable(number) else os.killpg(pid, number)
         os.write(go_on[1], b"x")
     for descriptor in (reached[0], *go_on):
         os.close(descriptor)

@@ -7,7 +7,6 @@ loader's last batch), or a state dict of the model being made, which is the insi
 import contextlib
 import functools
 import itertools
-import os
 import random
 import signal
 import tempfile
@@ -229,60 +228,3 @@ def sweep(root: Path, kind: Kind, every: int) -> tuple[list[str], list]:
 
 def stop() -> None:
     signal.raise_signal(signal.SIGTERM)
-
-
-def stopped_for_real(root: Path) -> dict[str, list]:
-    """Stop a fit in a child by a signal from here at six places; how it and the next one ended, and if that was right."""
-    kind = KINDS["Loader"]
-    loaders = kind.loaders()  # the panel's build writes events too
-    with watched() as whole:
-        expected = fit(root / "whole", kind, loaders)
-    names = whole.names
-    trained, validated = "loss in training", "loss in validation"
-    first_epoch = names.index("event epoch")
-    last_batch = max(number for number in range(first_epoch) if names[number] == trained)
-    wanted = {
-        "the preflight": names.index("event phase preflight"),
-        "a step": names.index("event step"),
-        "the loader's last batch": last_batch,
-        "a save": names.index("save", last_batch),
-        "validation": names.index(validated, last_batch),
-        "an epoch's end": first_epoch,
-    }
-    answer = {}
-    for place, index in wanted.items():
-        folder = root / place.replace(" ", "_")
-        first, _ = start(folder, kind, index + 1)
-        second, end = start(folder, kind, 0)
-        answer[place] = [first, second, end == expected]
-    return answer
-
-
-def start(folder: Path, kind: Kind, number: int) -> tuple[int, str]:
-    """Fit in a process of its own, which gets a SIGTERM from here at a moment: its exit status, and what it left."""
-    at_moment, signalled, answer = os.pipe(), os.pipe(), folder.with_suffix(".answer")
-    answer.unlink(missing_ok=True)
-    pid = os.fork()
-    if pid == 0:
-
-        def wait_for_signal() -> None:
-            os.write(at_moment[1], b"x")
-            os.read(signalled[0], 1)
-
-        status = 1
-        try:
-            with watched(number, wait_for_signal):
-                answer.write_text(fit(folder, kind, kind.loaders()))
-            status = 0
-        except StoppedError as error:
-            status = error.exit_code
-        finally:
-            os._exit(status)
-    os.close(at_moment[1])
-    if os.read(at_moment[0], 1):  # nothing where the process ended before
-        os.kill(pid, signal.SIGTERM)
-        os.write(signalled[1], b"x")
-    for descriptor in (at_moment[0], *signalled):
-        os.close(descriptor)
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status), answer.read_text() if answer.exists() else ""

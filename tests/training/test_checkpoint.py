@@ -1,7 +1,6 @@
 """Checkpoint files that are whole or refused, and the folder that keeps the last good ones."""
 
 import io
-import os
 import resource
 import shutil
 import zipfile
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 
-from forked import call
 from memfit.errors import DamagedError, DoesNotFitError, JobFailedError, UsageError
 from memfit.training import CheckpointWarning, SealedFolder, Trainer, checkpoint_path, load_checkpoint, save_checkpoint
 
@@ -131,32 +129,6 @@ def test_a_record_that_the_directory_calls_a_folder_is_refused(tmp_path):
         load_checkpoint(tmp_path / "a.pt")
 
 
-def test_a_file_cut_short_anywhere_is_refused(tmp_path):
-    path = tmp_path / "a.pt"
-    save_checkpoint(path, STATE, prove=False)
-    whole = path.read_bytes()
-    for length in range(0, len(whole), 31):
-        path.write_bytes(whole[:length])
-        with pytest.raises(DamagedError, match="cut short"):
-            load_checkpoint(path)
-
-
-@pytest.mark.proves("C-30")
-def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_beside_it(tmp_path, monkeypatch):
-    path = tmp_path / "a.pt"
-    save_checkpoint(path, STATE, prove=False)
-    before = path.read_bytes()
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(path, {"epoch": 4}, prove=False)
-    assert path.read_bytes() == before
-    assert names(tmp_path) == ["a.pt"]
-
-
 def test_state_that_a_safe_load_refuses_fails_in_the_first_epoch_and_not_at_the_resume(tmp_path):
     class Odd(torch.nn.Linear):
         def get_extra_state(self):
@@ -179,25 +151,6 @@ def test_the_newest_epochs_the_best_one_and_milestones_are_kept(tmp_path):
     assert load_checkpoint(tmp_path / "best")["epoch"] == 3
     assert load_checkpoint(tmp_path / "latest")["epoch"] == 6
     assert checkpoint_path(tmp_path / "latest") == tmp_path / "step-12"
-
-
-@pytest.mark.proves("S1-36")
-def test_a_fit_that_lost_its_last_checkpoint_ends_with_the_same_bytes(folder):
-    expected, draws = load_checkpoint(folder / "latest"), (folder / "step-6" / "draws.pt").read_bytes()
-    os.truncate(folder / "step-6" / "parts.pt", 500)
-    with pytest.warns(CheckpointWarning, match=r"step-6 is damaged: .* Taken instead: step-4\."):
-        _, result = train_to(folder, 3, values=[1.0, 3.0])
-    again = load_checkpoint(folder / "latest")
-    assert (result.resumed_from, result.epochs_run, result.best_epoch) == (2, 1, 2)
-    assert torch.equal(again["model"]["weight"], expected["model"]["weight"])
-    assert (folder / "step-6" / "draws.pt").read_bytes() == draws
-
-
-def test_when_no_checkpoint_is_whole_the_fit_does_not_start_over_silently(folder):
-    for path in folder.glob("step-*/parts.pt"):
-        os.truncate(path, 40)
-    with pytest.raises(DamagedError, match="differs from its checksum"):
-        train_to(folder, 3, values=[1.0])
 
 
 def test_a_kill_between_a_checkpoint_and_its_name_loses_nothing(folder):
@@ -313,25 +266,3 @@ def test_a_missing_checkpoint_and_a_folder_are_named(tmp_path):
         load_checkpoint(tmp_path / "nothing.pt")
     with pytest.raises(UsageError, match=r"parts\.pt cannot be read: No such file"):
         load_checkpoint(tmp_path)
-
-
-def _told_elsewhere(folder):
-    """What another process is told that wants to train there."""
-    with pytest.raises(UsageError) as caught, SealedFolder(folder).held():
-        pass
-    return caught.value.what
-
-
-def test_a_fit_holds_its_folder(tmp_path):
-    told = []
-
-    def evaluate(model, batches):
-        told.append(call(_told_elsewhere, tmp_path))
-        return {"valid_loss": 1.0}
-
-    (tmp_path / ".lock").write_text("12345678")  # of a process that was killed
-    data, model = [torch.ones(2, 2)], torch.nn.Linear(2, 1)
-    Trainer(model, loss=squared, checkpoint_dir=tmp_path).fit(
-        data, data, num_epochs=1, evaluate=evaluate, preflight=False
-    )
-    assert told == [f"Process {os.getpid()} trains into {tmp_path} now."]

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from memfit.errors import StoppedError, UsageError
 from memfit.training import CheckpointWarning, Loop, LoopParts, SafeStep
 from training import loops
-from training.loops import bare, in_child, loader, masked, parts, plain, said, train
+from training.loops import bare, in_child, loader, masked, plain, said, train
 
 
 def ignore(moment):
@@ -32,39 +32,6 @@ def whole(tmp_path_factory):
     return find
 
 
-MOMENTS = [("batch", 0, 1), ("batch", 0, 4), ("batch", 0, 5), ("batch", 1, 3), ("evaluation", 1), ("batch", 2, 5)]
-
-
-@pytest.mark.parametrize("moment", MOMENTS, ids=str)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_exact_ends_with_the_same_bytes(moment, number, tmp_path, whole):
-    folder = tmp_path / "out"
-    workers = 2 if moment == ("batch", 1, 3) else 0
-    code, _ = in_child(train, folder, moment, number, workers=workers)
-    assert code == (75 if number == signal.SIGTERM else -signal.SIGKILL), said(folder)
-    code, (digest, _, drawn) = in_child(train, folder, workers=2 - workers if moment == ("batch", 0, 4) else 0)
-    assert (code, digest) == (0, whole()[0]), said(folder)
-    assert drawn.items() <= whole()[2].items()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-def test_ctrl_c_and_sigusr1_stop_too(number, tmp_path):
-    assert in_child(train, tmp_path / "out", ("batch", 0, 2), number)[0] == 75
-    assert f"Stopped by {number.name} after step 1" in said(tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_six_stops_in_one_training(tmp_path, whole):
-    folder = tmp_path / "out"
-    chain = [("batch", 0, 2), ("batch", 0, 3), ("batch", 0, 5), ("batch", 1, 1), ("batch", 1, 4), ("evaluation", 2)]
-    codes = [in_child(train, folder, moment)[0] for moment in chain[:-1]]
-    assert codes == [75] * 5, said(folder)
-    code, (digest, _, evaluated) = in_child(train, folder, chain[-1])  # all is done: the script ends as it would
-    assert (code, digest) == (0, whole()[0]), said(folder)
-    assert list(evaluated) == [1, 2]
-    assert in_child(train, folder)[1] == (digest, [], {})
-
-
 def test_no_checkpoint_lies_inside_an_accumulation(tmp_path, whole):
     folder, options = tmp_path / "out", {"carries": True}  # the fifth batch of an epoch belongs to the next one's step
     unbroken = whole(**options)[0]
@@ -77,22 +44,6 @@ def test_a_stop_in_evaluation_keeps_what_comes_after_it(tmp_path):
     folder = tmp_path / "out"
     assert in_child(train, folder, ("evaluation", 0))[0] == 75
     assert in_child(train, folder)[1][2].keys() == {1, 2}
-
-
-def test_torn_and_damaged_checkpoints_are_not_taken(tmp_path, whole):
-    folder = tmp_path / "out"
-    in_child(train, folder, ("batch", 1, 3), signal.SIGKILL)
-    steps = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
-    assert steps == [3, 4]
-    torn = folder / "step-99"
-    torn.mkdir()
-    (torn / ".unsealed").touch()
-    newest = folder / "step-4" / "parts.pt"
-    newest.write_bytes(newest.read_bytes()[:-1])
-    with pytest.warns(CheckpointWarning, match="step-4 is damaged"):
-        digest, *_ = train(folder, ignore)
-    assert digest == whole()[0]
-    assert not torn.exists()
 
 
 def with_generator(made):
@@ -113,7 +64,7 @@ STOPS += [({"wrap": with_generator}, True), ({"wrap": with_nested_generator}, Tr
 @pytest.mark.slow
 @pytest.mark.parametrize("options, same", STOPS, ids=["plain", "masked", "workers", "generator", "nested generator"])
 def test_stop_sees_each_sample_once_and_says_what_is_not_exact(options, same, tmp_path, whole):
-    folder, options = tmp_path / "out", {"seed": None, **options}
+    folder, options = tmp_path / "out", {"mode": "stop", **options}
     unbroken, seen, _ = whole(**options)
     code, _ = in_child(train, folder, ("batch", 1, 2), **options)
     assert code == 75
@@ -137,23 +88,6 @@ def test_an_order_that_nobody_can_make_again_is_not_said_to_go_on():
     assert LoopParts.order_again(DataLoader(data), draws_again=False).startswith("the order goes on")
 
 
-def test_a_stream_goes_on_where_its_state_says(tmp_path, whole):
-    folder = tmp_path / "out"
-    options = {"seed": None, "collate": plain, "data": loops.Resumable()}
-    _, seen, _ = whole(**options)
-    in_child(train, folder, ("batch", 1, 2), **options)
-    assert in_child(train, folder, **options)[1][1] == seen[7:]
-    assert "where its state_dict says" in said(folder)
-
-
-def test_a_stream_without_state_is_seen_again_which_is_told(tmp_path):
-    folder = tmp_path / "out"
-    options = {"seed": None, "collate": plain, "data": loops.Stream()}
-    in_child(train, folder, ("batch", 1, 2), **options)
-    assert in_child(train, folder, **options)[1][1][0] == [1, 2, 3, 4]
-    assert "8 samples are seen again" in said(folder)
-
-
 class Numbered:
     """Batches by number, in another order each epoch, that draw."""
 
@@ -170,19 +104,16 @@ class Numbered:
         return masked([torch.full((4,), (number * self.epoch + one) / 20) for one in range(4)])
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_an_epoch_that_is_left_ends_with_the_steps_that_were_made(early, tmp_path):
+def test_an_epoch_that_is_left_ends_with_the_steps_that_were_made(tmp_path):
     def go(folder, num_epochs):
         model, optimizer = bare()
         loop = Loop(folder, seed=1, every=99, model=model, optimizer=optimizer)
         for _ in loop.epochs(num_epochs):
             for batch in loop(loader()):
-                if early and loop.batch == 4:
-                    break  # with a batch that is not wanted
                 model(batch[1]).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if not early and loop.batch == 3:
+                if loop.batch == 3:
                     break
         return loops.digest(model, optimizer), loop.step
 
@@ -200,33 +131,6 @@ def test_batches_by_number_are_exact(tmp_path, whole):
     assert in_child(train, folder, **options)[1][0] == unbroken
 
 
-def test_what_is_watched(events):
-    train(None, ignore, seed=None)
-    assert [event["phase"] for event in events("phase")] == ["train", "validate"] * 3
-    [used] = events("loaders")
-    assert (used["settings"]["workers"], used["settings"]["samples"] > 0) == (0, True)
-    last = events("epoch")[-1]
-    assert (last["epoch"], last["num_epochs"]) == (3, 3)
-    assert last["train_loss"] > 0 and 0 <= last["score"] < 1 and 0 < last["wait_share"] < 1
-    assert last["samples_per_second"] > 1
-    assert {"epoch": 1, "step": 1, "num_steps": 3, "num_epochs": 3}.items() <= events("step")[0].items()
-
-
-def test_watching_changes_nothing(tmp_path):
-    torch.manual_seed(0)
-    model, optimizer, schedule = parts()
-    torch.manual_seed(0)
-    expected = [batch[1] for _ in range(2) for batch in loader()]
-    torch.manual_seed(0)
-    loop = Loop(model=model, optimizer=optimizer, schedule=schedule)
-    watched = []
-    for _ in loop.epochs(2):
-        for batch in loop(loader()):
-            watched.append(batch[1])
-            optimizer.step()
-    assert all(map(torch.equal, watched, expected))
-
-
 def stopped(folder, events=None, **options):
     def at(moment):
         if moment == ("batch", 1, 1):
@@ -234,40 +138,6 @@ def stopped(folder, events=None, **options):
 
     with pytest.raises(StoppedError, match="Stopped by SIGTERM after step 4"):
         train(folder, at, **options)
-
-
-def test_stop_and_resume_are_events(tmp_path, events):
-    stopped(tmp_path / "out")
-    assert {"signal": "SIGTERM", "epoch": 1, "step": 1}.items() <= events("stop")[0].items()
-    assert events("checkpoint")[-1]["step"] == 4
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    train(tmp_path / "out", ignore)
-    assert {"epoch": 1, "step": 1}.items() <= events("resume")[0].items()
-
-
-def test_a_stop_before_anything_was_trained_saves_nothing(tmp_path, events):
-    model, optimizer = bare()
-    for kept in ("nothing was trained yet", "step-5 holds all steps so far"):
-        loop = Loop(tmp_path, every=9, model=model, optimizer=optimizer)
-        with pytest.raises(StoppedError, match=kept), loop:
-            signal.raise_signal(signal.SIGTERM)
-            for _ in loop.epochs(2):
-                next(loop(loader()))
-        assert len(events("checkpoint")) == (kept != "nothing was trained yet")
-        if not events("checkpoint"):
-            one_epoch(Loop(tmp_path, every=9, model=model, optimizer=optimizer), lambda batch: None, optimizer)
-
-
-def test_a_changed_rate_is_refused_or_taken_as_a_fork(tmp_path, events):
-    folder = tmp_path / "out"
-    stopped(folder)
-    with pytest.raises(UsageError, match=r"learning_rate: \[0.01\] then, \[0.05\] now"):
-        train(folder, ignore, rate=5e-2)
-    changed, *_ = train(folder, ignore, rate=5e-2, allow=["learning_rate"])
-    assert events("fork")[0]["changed"]["learning_rate"] == [[0.01], [0.05]]
-    again = tmp_path / "again"
-    stopped(again)
-    assert changed != train(again, ignore)[0]
 
 
 def tenth(step):
@@ -365,12 +235,12 @@ def test_another_batch_size_goes_on_at_the_same_sample(tmp_path):
 
 def test_stop_becomes_exact_between_two_epochs(tmp_path):
     folder = tmp_path / "out"
-    in_child(train, folder, ("evaluation", 0), seed=None)
-    assert train(folder, ignore, seed=1)[2].keys() == {1, 2}
+    in_child(train, folder, ("evaluation", 0), mode="stop")
+    assert train(folder, ignore)[2].keys() == {1, 2}
     folder = tmp_path / "other"
-    stopped(folder, seed=None)
+    stopped(folder, mode="stop")
     with pytest.raises(UsageError, match="seed: None then, 1 now"):
-        train(folder, ignore, seed=1)
+        train(folder, ignore)
 
 
 class Counting:
@@ -388,7 +258,7 @@ def test_what_cannot_be_exact_is_refused_before_the_first_step(tmp_path):
         train(tmp_path, seen.append, collate=Counting())
     with pytest.raises(UsageError, match="stream"):
         train(tmp_path, seen.append, data=loops.Stream())
-    assert seen == []
+    assert {*seen} == {("begin", 0)}
     train(tmp_path, seen.append, collate=Counting(), allow=["collator.counter"])
 
 
@@ -568,33 +438,11 @@ def test_an_optimizer_of_which_no_checkpoint_holds_all_is_refused_before_the_fir
             pass
 
 
-def test_a_part_that_cannot_be_loaded_names_the_checkpoint(tmp_path):
-    for size in (4, 5):
-        model = torch.nn.Linear(4, size)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loop = Loop(tmp_path, every=1, model=model, optimizer=optimizer)
-        if size == 4:
-            one_epoch(loop, lambda batch: None, optimizer)
-        else:
-            with pytest.raises(UsageError, match=r"step-5 cannot be loaded: RuntimeError: .* size mismatch for weight"):
-                loop.__enter__()
-
-
 def test_the_number_of_a_groups_weights_is_no_setting_to_take(tmp_path):
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     LoopParts({"model": model, "optimizer": optimizer}).take({"optimizer group 0, params": 3})
     assert [id(one) for one in optimizer.param_groups[0]["params"]] == [id(one) for one in model.parameters()]
-
-
-def test_a_training_that_is_over_says_that_nothing_is_left(tmp_path, capsys):
-    for _ in range(2):
-        model, optimizer = bare()
-        loop = Loop(tmp_path, every=1, model=model, optimizer=optimizer)
-        for _ in loop.epochs(1):
-            for _ in loop(loader()):
-                optimizer.step()
-    assert "nothing is left to train" in capsys.readouterr().err
 
 
 def safe(folder, at, backward=torch.Tensor.backward, fits=3):

@@ -9,7 +9,6 @@ import torch
 from memfit import rundir
 from memfit.data import Padding, SequenceLoader
 from memfit.training import Trainer, load_checkpoint, seed_everything
-from training import stop_driver
 from training.stop_driver import KINDS, sweep
 
 
@@ -36,14 +35,6 @@ def test_a_fit_that_is_stopped_at_any_moment_goes_on_to_identical_bytes(name, ev
     assert {"save", "loss in training", "loss in validation", "event epoch", "event checkpoint"} <= set(names)
     assert ("event early_stop" in names) == ("early stop" in name)
     assert len(names) >= 35
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("in_a_run")
-def test_a_real_signal_between_two_processes_loses_nothing(tmp_path):
-    answer = stop_driver.stopped_for_real(tmp_path)
-    assert len(answer) == 6
-    assert all(end == [75, 0, True] for end in answer.values()), answer
 
 
 def squared(model, batch):

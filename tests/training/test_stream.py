@@ -1,11 +1,9 @@
-"""Random numbers by key for loops that are not memfit's, what is refused before the first step, and sealed folders."""
+"""Random numbers by key for loops that are not memfit's, and what is refused before the first step."""
 
 import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -13,14 +11,11 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from memfit.errors import DamagedError, JobFailedError, StoppedError, UsageError
-from memfit.rundir import RunDir
+from memfit.errors import StoppedError, UsageError
 from memfit.training import (
-    CheckpointWarning,
     KeyedDataset,
     KeyedSampler,
     KeyedStream,
-    SealedFolder,
     Stopper,
     check_loader,
     check_model,
@@ -381,132 +376,6 @@ def test_a_stop_is_noted_and_ends_with_75():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def write(folder, step, text="whole"):
-    (folder.begin(step) / "deep").mkdir()
-    (folder.folder_of(step) / "deep" / "weights").write_text(text)
-    return folder.seal(step, {"epoch": 0, "lr": (0.1, 0.2)})
-
-
-def test_the_newest_whole_one_is_taken(tmp_path, monkeypatch):
-    folder, forced = SealedFolder(tmp_path), []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: forced.append(os.fstat(descriptor).st_ino))
-    assert folder.newest() is None
-    for step in (9, 10):
-        write(folder, step)
-    assert {path.stat().st_ino for path in [tmp_path, *tmp_path.rglob("*")]} <= {*forced}  # a power cut takes none
-    (folder.begin(11) / "weights").write_text("never sealed")
-    assert folder.newest().step == 10
-    assert not folder.folder_of(11).exists()
-    (folder.folder_of(10) / "deep" / "weights").write_text("flipp")  # as long as before
-    with pytest.warns(CheckpointWarning, match="step-9"):
-        assert folder.newest().step == 9
-    (folder.folder_of(9) / "deep" / "weights").unlink()
-    with pytest.raises(DamagedError, match="differs"):
-        folder.newest()
-
-
-@pytest.mark.parametrize("place", [0, 16 << 20, -1])
-def test_one_byte_of_a_file_of_several_parts_is_seen(tmp_path, place):
-    folder = SealedFolder(tmp_path)
-    path = folder.begin(1) / "weights"
-    path.write_bytes(bytes((33 << 20) + 5))
-    (path.parent / "empty").touch()
-    folder.seal(1, {})
-    assert folder.newest().step == 1
-    with open(path, "r+b") as file:
-        file.seek(place, os.SEEK_END if place < 0 else os.SEEK_SET)
-        file.write(b"x")
-    with pytest.raises(DamagedError, match="weights differs"):
-        folder.newest()
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_each_bit_of_a_file_of_torch_counts(tmp_path, is_whole):
-    folder, state = SealedFolder(tmp_path), {"a": torch.arange(100.0), "b": "text"}
-    path = folder.begin(1) / "weights.pt"
-    torch.save(state, path)
-    if not is_whole:  # shards are archives one after the other
-        path.write_bytes(path.read_bytes() * 2)
-    folder.seal(1, {})
-    whole = path.read_bytes()
-    assert folder.newest().step == 1
-    for place in range(0, len(whole), 37):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        try:
-            assert folder.newest().step == 1
-        except DamagedError:
-            continue
-        assert is_whole and same(torch.load(path, weights_only=True), state), place  # padding, or what stands twice
-
-
-def same(one, other):
-    return one["b"] == other["b"] and torch.equal(one["a"], other["a"])
-
-
-def test_a_checkpoint_is_there_until_the_one_in_its_place_is(tmp_path):
-    folder = SealedFolder(tmp_path)
-    write(folder, 10, "old")
-    (folder.begin(10) / "weights").write_text("torn")
-    again = SealedFolder(tmp_path)
-    assert (again.newest().path / "deep" / "weights").read_text() == "old"
-    write(folder, 10, "new")
-    assert (folder.newest().path / "deep" / "weights").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
-
-
-def test_what_others_wrote_is_left_alone(tmp_path):
-    folder = SealedFolder(tmp_path, "checkpoint-")
-    (tmp_path / "checkpoint-50").mkdir()
-    (tmp_path / "notes").mkdir()
-    for step in (10, 20, 30):
-        write(folder, step)
-    folder.prune(1, spared=[folder.folder_of(10)])
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-50", "notes", "checkpoint-10", "checkpoint-30"}
-    assert [path.name for path in folder.foreign()] == ["checkpoint-50"]
-    assert folder.newest().facts["lr"] == [0.1, 0.2]
-
-
-HOLDER = """
-import sys
-from memfit.training import SealedFolder
-folder = SealedFolder(sys.argv[1])
-with folder.held():
-    (folder.begin(2) / "weights").write_text("half")
-    print("held", flush=True)
-    sys.stdin.read()
-    folder.seal(2, {})
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_another_process_that_trains_there_is_named_and_loses_nothing(tmp_path, is_killed):
-    folder = SealedFolder(tmp_path)
-    write(folder, 1)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], **pipes) as holder:
-        assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(UsageError, match=f"Process {holder.pid} trains into") as caught, folder.held():
-            pass
-        assert caught.value.exit_code == 2
-        assert (folder.folder_of(2) / "weights").read_text() == "half"
-        if is_killed:
-            holder.kill()
-        holder.stdin.close()
-        assert holder.wait() == (-signal.SIGKILL if is_killed else 0)
-    with folder.held():
-        assert folder.newest().step == (1 if is_killed else 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"][: 2 - is_killed]
-
-
-def test_a_disk_that_refuses_is_told_with_what_stays(tmp_path):
-    folder = SealedFolder(tmp_path)
-    write(folder, 1)
-    with pytest.raises(JobFailedError, match="No space") as caught, folder.writing():
-        raise OSError(28, "No space left on device")
-    assert "step-1 stays" in str(caught.value)
-
-
 def test_a_change_is_refused_or_named(tmp_path):
     saved, now = {"betas": [0.9, 0.99], "lr": 0.1}, {"betas": (0.9, 0.99), "lr": 0.2}
     with pytest.raises(UsageError, match=r"lr: 0\.1 then, 0\.2 now"):
@@ -514,31 +383,6 @@ def test_a_change_is_refused_or_named(tmp_path):
     with pytest.raises(UsageError, match=r"add allow=\('lr',\): .* recorded as a fork"):
         refuse_changed(tmp_path, saved, now, allow=())
     assert refuse_changed(tmp_path, saved, now, allow=("lr",)) == {"lr": (0.1, 0.2)}
-
-
-@pytest.mark.parametrize(("grace", "told"), [(0, 1), (60, 0)])
-def test_a_save_that_a_stop_has_no_time_for_is_told_once(grace, told, tmp_path, monkeypatch, capsys):
-    run = RunDir.create(tmp_path, "slow", "0" * 64)
-    run.job_dir("cmd").mkdir(parents=True)
-    monkeypatch.setenv("MEMFIT_RUN_DIR", str(run.path))
-    monkeypatch.setenv("MEMFIT_JOB_ID", "cmd")
-    (run.job_dir("cmd") / "job.json").write_text(f'{{"grace_seconds": {grace}}}')
-    for _ in range(2):
-        write(SealedFolder(tmp_path / "checkpoints"), 1)
-    assert capsys.readouterr().err.count("--grace") == told
-    assert [event["kind"] for event in run.events()].count("slow_save") == told
-
-
-@pytest.mark.parametrize(("job", "seconds", "told"), [("7", 40, 1), ("8", 4, 0), (None, 40, 0)])
-def test_in_slurm_alone_a_slow_save_says_what_signal_it_needs(job, seconds, told, tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("MEMFIT_RUN_DIR", raising=False)
-    monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    now = itertools.count(0, seconds)
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "monotonic", lambda: next(now))
-        for step in (1, 2):
-            write(SealedFolder(tmp_path), step)
-    assert capsys.readouterr().err.count("--signal=TERM@80 or more") == told
 
 
 class Recurrent(torch.nn.Module):
@@ -560,11 +404,3 @@ def test_a_hidden_state_that_is_carried_is_refused_and_what_a_pass_keeps_is_not(
         check_model(model := Recurrent(carries=True), lambda: model(x))
     check_model(model := Recurrent(carries=True), lambda: model(x), allow=("model.hidden", "model.attention"))
     check_model(model := Recurrent(carries=False), lambda: model(x))
-
-
-def test_a_seal_of_a_later_version_is_refused_and_not_taken_for_damage(tmp_path):
-    folder = SealedFolder(tmp_path)
-    seal = write(folder, 1) / "SEAL.json"
-    seal.write_text(seal.read_text().replace('"memfit_seal": 4', '"memfit_seal": 5'))
-    with pytest.raises(UsageError, match="another version"):
-        folder.newest()

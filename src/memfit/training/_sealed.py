@@ -200,9 +200,10 @@ class SealedFolder:
                 shutil.rmtree(path)
         for path in self.path.glob(f"{_OLD}{self.prefix}*") if self.path.is_dir() else ():
             target = self.path / path.name.removeprefix(_OLD)
-            if target.exists():
+            if (target / SEAL).exists():
                 shutil.rmtree(path)
-            else:
+            else:  # not there, or made and not yet marked
+                shutil.rmtree(target, ignore_errors=True)
                 path.rename(target)
 
     def _replaced(self, step: int) -> Path:
