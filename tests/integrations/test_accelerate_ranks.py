@@ -14,7 +14,6 @@ from accelerate.state import AcceleratorState  # noqa: E402
 
 import ranked  # noqa: E402
 from integrations import test_accelerate  # noqa: E402
-from memfit.integrations.accelerate import Stop  # noqa: E402
 from training.loops import NUM_SAMPLES, plain  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -55,7 +54,7 @@ def whole(size, **settings):
         (2, {}),
         (4, {"workers": 1}),
         (2, {"split": True}),
-        (2, {"form": Stop, "collate": plain}),
+        (2, {"mode": "stop", "collate": plain}),
         (2, {"with_loss": True}),
     ],
     ids=["dealt", "four with workers", "split", "stop", "rehearsed"],
