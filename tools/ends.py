@@ -40,13 +40,11 @@ LIGHT = {
         data/test_arrow.py::test_numbers_are_those_of_pyarrow_also_of_a_slice data/test_csv.py data/test_source.py
         estimation/test_huggingface.py::test_a_config_becomes_a_step_in_the_dtype_of_the_setup
         estimation/test_huggingface.py::test_experts_run_in_fp32_too
-        integrations/test_accelerate.py::test_safe_step_recovers_stops_and_resumes
-        integrations/test_accelerate.py::test_what_is_watched integrations/test_canary.py
-        integrations/test_huggingface.py::test_six_stops_in_one_training_change_nothing
+        integrations/test_accelerate.py::test_safe_step_recovers_stops_and_resumes integrations/test_canary.py
         integrations/test_huggingface_recovery.py::test_a_resume_goes_on_with_the_size_that_fits
-        integrations/test_lightning.py::test_a_chain_of_stops_and_the_end_that_is_saved
-        integrations/test_lightning.py::test_watching_changes_nothing_and_tells_all memory/test_budget_devices.py
-        memory/test_process.py reports/test_summary.py test_claims.py
+        memory/test_budget_devices.py memory/test_process.py reports/test_summary.py test_claims.py
+        training/test_contract.py::test_several_stops_in_one_training_change_nothing_and_then_nothing_is_left
+        training/test_contract.py::test_watching_changes_nothing
     """,
     "newest": """
         config/test_problems.py config/test_types.py config/test_yaml.py cli/test_budget.py cli/test_completion.py
