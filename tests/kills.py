@@ -154,8 +154,8 @@ def _has_token(process: psutil.Process, token: str) -> bool:
 
 def epochs(run: RunDir) -> Counter[tuple[str, int]]:
     """How often each epoch of each job was trained to its end and saved; a resume may validate the last one again."""
-    ends = [event for event in run.events() if event["kind"] == "checkpoint" and event["epoch"] and not event["step"]]
-    return Counter((event["job"], event["epoch"]) for event in ends)
+    ends = [one for one in run.events() if one["kind"] == "checkpoint" and one["epoch"] and not one["epoch_step"]]
+    return Counter((one["job"], one["epoch"]) for one in ends)
 
 
 def left_by(run: RunDir) -> dict[str, Any]:

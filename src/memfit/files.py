@@ -32,7 +32,7 @@ _SECRETS, _MASKED = "secrets", "masked"  # the field of a file that holds the fi
 REFUSED = frozenset({errno.EINVAL, errno.EPERM, errno.EACCES})  # what ``open_own`` says of a file that it refuses
 #: What a network drive says whose server does not answer (nfs(5), ``softerr``), a broken disk, or of a replaced file.
 AWAY = frozenset({errno.EIO, errno.ETIMEDOUT, errno.ESTALE})
-_AWAY_SECONDS, _AWAY_PAUSE = 60.0, 1.0
+_AWAY_SECONDS, _AWAY_PAUSE = 90.0, 1.0  # clients remember for 60
 
 
 def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True, mode: int = 0o666) -> None:
@@ -50,7 +50,7 @@ def write_atomic(path: Path | str, content: bytes | str, *, durable: bool = True
 
 
 def outlast(call: Callable[[], T]) -> T:
-    """Return what a call returns; while the server of a network drive does not answer, make it again for a minute."""
+    """Return what a call returns, made again for 90 s while a network drive does not answer."""
     until = time.monotonic() + _AWAY_SECONDS
     while True:
         try:

@@ -190,7 +190,7 @@ def test_what_a_drive_refuses_for_a_while_is_read_and_written_once_it_answers(tm
             assert not left
     assert read_json(tmp_path / "outcome.json") == {"state": "open"}
     assert [path.name for path in tmp_path.iterdir()] == ["outcome.json"]
-    assert "trying again for 60 s" in capsys.readouterr().err
+    assert "trying again for 90 s" in capsys.readouterr().err
 
 
 def test_a_drive_that_stays_away_is_an_error_and_a_full_disk_is_one_at_once(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Run one fit: epochs of steps, each saved, then validated.
 
-Validation leaves the random state and the data's generators untouched, so a resume may repeat it and stay **bit-exact**
-on the same hardware with the same number of threads.
+Validation leaves the random state untouched, so a resume may repeat it.
 """
 
 from __future__ import annotations

@@ -128,9 +128,9 @@ class SealedFolder:
             sync_folder(path)
             sync_folder(self.path)
             shutil.rmtree(self._replaced(step), ignore_errors=True)
-        took = time.monotonic() - self._began
-        facts = {"step": step, "epoch": facts.get("epoch"), "bytes": _total(files), "seconds": round(took, 3)}
-        record("checkpoint", path=str(path), **facts)
+        took, epoch_step = time.monotonic() - self._began, facts.get("position", {}).get("epoch_step")
+        facts = {"epoch": facts.get("epoch"), "epoch_step": epoch_step, "step": step, "bytes": _total(files)}
+        record("checkpoint", path=str(path), seconds=round(took, 3), **facts)
         check_save_seconds(took)
 
     def mark(self, name: str, step: int) -> None:
