@@ -197,9 +197,7 @@ def estimate_in_child(
         raise UsageError(
             f"{named if stage else f'no stage of {target!r} says how it is measured'}.",
             rule="memfit traces the step that a stage names, on a batch of its loader.",
-            remedy="write loader(context, params, num_workers), which returns a unit's training batches, and "
-            "step(context, params), which returns a function that takes one training step, and name both: "
-            "Stage(..., probe=Probe(loader, step)): docs/stages.md",
+            remedy="name both, Stage(..., probe=Probe(loader, step)): docs/stages.md says what each takes and returns",
         )
     with tempfile.TemporaryDirectory(prefix="memfit-probe-") as folder:
         context, params = context_of(target, whole, stage, Path(folder))

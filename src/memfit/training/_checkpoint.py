@@ -94,8 +94,8 @@ def load_checkpoint(path: Path | str, *, mmap: bool = False) -> dict[str, Any]:
 
     Args:
         path: A file of ``save_checkpoint``; the folder of a checkpoint; or ``best`` or ``latest`` beside those of a
-            ``Trainer``. That of a ``Trainer`` has ``model`` and ``optimizer`` (state dicts), ``rng``, ``epoch`` (whole
-            epochs), ``history``, and more; one in shards has the whole ``model``, and no ``optimizer``.
+            ``Trainer``. That of a ``Trainer`` has ``model`` and ``optimizer`` (state dicts), ``epoch`` (whole epochs),
+            ``history``, and more; one in shards has the whole ``model``, and no ``optimizer``.
         mmap: Map the tensors' bytes instead of reading them.
 
     Raises:
