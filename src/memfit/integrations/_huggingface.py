@@ -96,6 +96,9 @@ class MemfitCallback(transformers.TrainerCallback):
         due = session.stepped(self._loss, self.num_steps, args.device)
         self.move(state.global_step)
         is_between = control.should_epoch_stop or not session.position.epoch_step  # then after the epoch's end
+        is_held_up = control.should_evaluate or control.should_save or control.should_training_stop
+        if session.is_leaving and (due is Due.STOP or is_between or is_held_up):
+            session.stop()
         control.should_save |= due is Due.STOP and not is_between and not control.should_training_stop
         self._steer(args, state, control)
         if control.should_evaluate or control.should_save:

@@ -203,6 +203,8 @@ class _Adapted(_Trainer):  # type: ignore[misc]
         session.beat("data")
         batches, number = super().get_batch_samples(*args, **kwargs)
         session.position.batch += len(batches)
+        for batch in batches:
+            session.took(batch)
         if session.course is not None:
             session.restore_draws()
         if self.recovery is not None:

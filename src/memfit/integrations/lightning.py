@@ -313,8 +313,11 @@ class Stop(MemfitCallback):
         self._stepped.add(optimizer)
         beat("data")  # callbacks may save, too
 
-    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *batch: Any) -> None:
-        super().on_train_batch_end(trainer, pl_module, *batch)
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        session = self.session
         vars(pl_module).pop("log", None)
         beat("data")
         self._num_open += 1
@@ -329,6 +332,11 @@ class Stop(MemfitCallback):
         if is_made:
             self._stepped.clear()
             self._num_open = 0
+            session.made(trainer.global_step)
+        if is_made and session.is_leaving:
+            self._move(trainer, batch_idx + 1)
+            if session.due() is Due.STOP or batch_idx + 1 >= trainer.num_training_batches:
+                session.stop()
 
     def _fetched(self, trainer: Any) -> None:
         """Seed what is drawn between two steps, where a stop ends one process and the next begins."""
@@ -357,11 +365,13 @@ class Stop(MemfitCallback):
         self._move(trainer, batch_idx)
         due = session.meet()  # all have their batch: nobody waits for long within the step
         if self._num_open == 0:
-            if due and session.saved.step != trainer.global_step and not trainer.fast_dev_run:
+            is_saved = session.saved.step == trainer.global_step or session.is_leaving
+            if due and not is_saved and not trainer.fast_dev_run:
                 self._save(trainer)
             if due is Due.STOP:
                 session.stop()
             session.begin_step()
+        session.took(batch)
         session.beat("microbatch")
         if self._followed:
             refuse_means(pl_module, self._followed)
@@ -370,6 +380,11 @@ class Stop(MemfitCallback):
     def _move(self, trainer: Any, batch: int) -> None:
         epoch_step, step = batch // trainer.accumulate_grad_batches, trainer.global_step
         self.session.position = Position(trainer.current_epoch, batch, epoch_step=epoch_step, step=step)
+
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        if self.session.is_leaving:
+            self.session.stop()
+        super().on_validation_start(trainer, pl_module)
 
     def on_validation_batch_start(self, *batch: Any) -> None:
         beat("validate")

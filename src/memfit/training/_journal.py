@@ -147,6 +147,12 @@ class Journal:
         record("inexact", reason=why, text=text)
         say(text)
 
+    def verdict(self, kind: str, text: str, *, is_said: bool = True) -> None:
+        """Record how the steps came out that a resume made again."""
+        record(kind, reason=text, text=text)
+        if is_said:
+            say(text)
+
     def stop(self, signal_name: str, position: tuple[int, int]) -> None:
         epoch, step = position
         record("stop", signal=signal_name, epoch=epoch, step=step)
@@ -158,7 +164,7 @@ class Unheard(Journal):
     def _ignore(self, *args: Any, **fields: Any) -> None:
         pass
 
-    loaders = step = epoch = early_stop = resume = inexact = stop = _ignore
+    loaders = step = epoch = early_stop = resume = inexact = verdict = stop = _ignore
 
     def phase(self, name: str) -> None:
         if is_canary():

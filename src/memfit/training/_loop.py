@@ -232,6 +232,7 @@ class Loop:
             session.restore_draws()
             if batch is batches:
                 break
+            session.took(batch)
             session.begin_step()
             was_open, session.is_open = session.is_open, True
             at.batch, at.sample = at.batch + 1, at.sample + self._data_size
@@ -250,6 +251,8 @@ class Loop:
             self._settle(max(due, session.due(is_time=is_over)))
             if is_over:
                 break
+        if session.is_leaving:  # what follows may take long
+            self._settle(Due.STOP)
         session.journal.phase("validate")
         session.beat("end")  # what follows is the script's own
         if session.stream:
