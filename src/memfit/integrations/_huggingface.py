@@ -12,18 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers.trainer_callback import ExportableState
 
 from memfit.errors import UsageError
-from memfit.integrations._callbacks import steers_by_count
 from memfit.integrations.accelerate import refused_ranks
 from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary, loader_settings, record
 from memfit.training import Due, LoopParts, Session, length_of, order_of
 
 PREFIX = "checkpoint-"
-#: What a callback steers by: one that does, and counts for itself, must export its state.
-_STEERED = {"model", "optimizer", "lr_scheduler"}
-_FLAGS = {"should_training_stop", "should_save", "should_evaluate"}
 _GRAPHS = {"reduce-overhead", "max-autotune", "cudagraphs"}  # modes of torch.compile
 
 
@@ -219,10 +214,6 @@ def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool, recover: boo
             ("steps_per_generation", reused > args.gradient_accumulation_steps, "make one generation for each step"),
             ("torch_compile", is_compiled, "leave it off: what is compiled depends on the batches seen before"),
             ("cuda_graphs", bool(has_graphs), 'take torch_compile_mode="default": graphs were not tried with exact'),
-            *(
-                (f"callbacks.{type(one).__name__}", _keeps_state(one), "let it inherit ExportableState")
-                for one in trainer.callback_handler.callbacks
-            ),
         ]
         # transformers leaves the exported states of callbacks in the checkpoint otherwise
         args.restore_callback_states_from_checkpoint = True
@@ -233,14 +224,6 @@ def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool, recover: boo
                 rule="what a checkpoint does not hold is refused before the first step.",
                 remedy=remedy,
             )
-
-
-def _keeps_state(callback: Any) -> bool:
-    """Return whether a callback steers the training by what it has counted and no checkpoint holds."""
-    kind = type(callback)
-    if kind.__module__.startswith(("transformers.", "memfit.")) or isinstance(callback, ExportableState):
-        return False
-    return steers_by_count(kind, _FLAGS, _STEERED, always={"should_epoch_stop"}, never={"should_log"})
 
 
 @contextmanager

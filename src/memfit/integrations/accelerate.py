@@ -117,11 +117,11 @@ class Exact(_Adapted):
 
     Args:
         seed: Other seeds, other order and draws.
-        allow: As for ``Stop``, and parts that may move, such as ``"collator.counter"``.
+        allow: As for ``Stop``, and names of what is refused otherwise, such as ``"data"``.
         accelerator, folder, every, keep, settings, loss: As for ``Stop``.
 
     Raises:
-        UsageError: As for ``Stop``; in ``loader`` and in the first forward pass also what cannot be exact.
+        UsageError: As for ``Stop``; in ``loader`` also what cannot be exact.
         StoppedError: As for ``Stop``.
     """
 

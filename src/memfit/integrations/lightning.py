@@ -34,8 +34,7 @@ from memfit.errors import StoppedError, UsageError
 from memfit.integrations._lightning import (
     Batches,
     MemfitCallback,
-    keeps_state,
-    metric_numbers,
+    acts_late,
     metric_states,
     monitors,
     put_metrics,
@@ -53,15 +52,12 @@ from memfit.training import (
     Session,
     beat,
     check_compiled,
-    check_model,
     deaf_workers,
-    find_longest,
     is_stream,
     keep_beats,
     order_of,
     rehearse,
     say,
-    tried,
 )
 
 __all__ = ["Exact", "MemfitCallback", "Stop"]
@@ -168,9 +164,9 @@ class Stop(MemfitCallback):
         for one in trainer.callbacks:
             name = f"callbacks.{type(one).__name__}"
             moves = isinstance(one, BaseFinetuning | BatchSizeFinder | LearningRateFinder)
-            keeps = is_exact and keeps_state(one)
+            is_late = is_exact and acts_late(one)
             faults[f"{name} moves step or optimizer when a fit begins"] = moves and name not in allow
-            faults[f"{name} steers by what no checkpoint holds"] = keeps and name not in allow
+            faults[f"{name} acts by what no checkpoint holds"] = is_late and name not in allow
         self._refuse_any(faults)
         if is_exact:
             check_compiled(model, allow)
@@ -264,7 +260,7 @@ class Stop(MemfitCallback):
             total = trainer.fit_loop.epoch_loop.batch_progress.total
             total.ready = total.completed  # Lightning counts the batch twice in which it was saved
         session.begin()
-        if session.resumed is None:
+        if session.resumed is None and "rehearsal" not in session.allow:
             self._rehearse(trainer, pl_module)
         elif at.batch:
             say("the epoch's means of self.log begin anew; metrics of torchmetrics go on")
@@ -277,7 +273,6 @@ class Stop(MemfitCallback):
 
     def _rehearse(self, trainer: Any, pl_module: LightningModule) -> None:
         """Say whether the largest batch fits; what the module remembers of it is put back."""
-        loader, allow = self._loader.loader, self.session.allow
 
         def loss_of(batch: Any) -> torch.Tensor:
             batch = trainer.precision_plugin.convert_input(batch)
@@ -289,16 +284,11 @@ class Stop(MemfitCallback):
             return loss
 
         if not pl_module.automatic_optimization:
-            say("no verdict whether the largest batch fits, and the module is not tried: it makes its steps itself")
+            say("no verdict whether the largest batch fits: the module makes its steps itself")
             return
         before = copy.deepcopy(metric_states(pl_module))
         with silent(pl_module):
-            if self.session.stream is not None:
-                with tried("the module", "rehearsal", allow):
-                    loader = longest = find_longest(loader)
-                    check_model(pl_module, lambda: loss_of(longest.batch), allow | metric_numbers(pl_module))
-            if "rehearsal" not in allow:
-                rehearse(pl_module, trainer.optimizers[0], loss_of, loader)
+            rehearse(pl_module, trainer.optimizers[0], loss_of, self._loader.loader)
         put_metrics(pl_module, before)
 
     # --- steps
@@ -430,7 +420,7 @@ class Exact(Stop):
 
     Args:
         seed: Other seeds, other order and draws.
-        allow: As for ``Stop``, and parts that may move, such as ``"collator.counter"``.
+        allow: As for ``Stop``, and names of what is refused otherwise, such as ``"data"``.
         folder, every, keep: As for ``Stop``.
 
     Raises:

@@ -30,7 +30,6 @@ from memfit.training._identity import check_environment, optimizer_identity
 from memfit.training._journal import Journal
 from memfit.training._oom import release
 from memfit.training._preflight import find_longest, preflight
-from memfit.training._probes import refuse_own_generators
 from memfit.training._process import seed_rank
 from memfit.training._ranks import SAVE, Ranks
 from memfit.training._records import MEASURED, FitResult
@@ -54,9 +53,6 @@ class Fit:
         self.ranks = setup.step.ranks
         self.is_first = self.ranks is None or self.ranks.rank == 0  # it alone writes and tells
         self.data = feed_of(plan.train, setup.seed, setup.first_batch_seconds)
-        if self.keeper is not None and not self.step.exactness.allows_inexact:
-            self.data.check()
-            refuse_own_generators(plan.valid)
         self.batches_per_step = self.data.batches_per_step(setup.global_batch_size, self.step.split)
         self.num_steps = math.ceil(len(plan.train) / self.batches_per_step)
         self.progress = Progress()
@@ -125,6 +121,8 @@ class Fit:
         if self.keeper is None:
             session.listen(interrupt=False)
         path = session.open()
+        if self.keeper is not None and not self.step.exactness.allows_inexact:
+            self.data.check()
         best = f"{plan.direction} {plan.best_metric}" if plan.valid is not None else "no validation"
         if path is not None and (self.at.epoch, self.at.epoch_step) > (plan.num_epochs, 0):
             raise UsageError(

@@ -45,8 +45,8 @@ class Loop:
         seed: Makes order, items, collation and the model's draws functions of it and of the position.
         every: A checkpoint after so many optimizer steps, beside those at each epoch's end.
         keep: The newest checkpoints that stay.
-        allow: Names of parts that may move, or of settings that may differ from the checkpoint's, such as
-            ``"collator.counter"`` or ``"learning_rate"``: the settings of now hold then.
+        allow: Names of settings that may differ from the checkpoint's, such as ``"learning_rate"``: those of now hold.
+            Or names of what is refused otherwise, such as ``"data"``.
         settings: Plain values of your own that must not change between a checkpoint and its resume.
         loss: Returns the loss of a batch, as your loop makes it. With it the largest batch that can be found goes
             forward and backward before the first step, and one line says whether it fits.
@@ -54,7 +54,7 @@ class Loop:
             ``state_dict`` and ``load_state_dict``.
 
     Raises:
-        UsageError: When the loop begins: data, a model or settings that cannot be exact, or a checkpoint of another
+        UsageError: When the loop begins: data or settings that cannot be exact, or a checkpoint of another
             training.
         DoesNotFitError: Before the first step: the largest batch does not fit.
         StoppedError: A signal asked for it; everything up to here is saved.

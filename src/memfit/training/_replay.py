@@ -251,7 +251,9 @@ class Replay:
         late = [one for one in late if one.device.type == "cuda"]
         values, event = None, None
         if late:
-            packed = torch.stack([one.reshape(()).double().view(torch.int64) if one.is_floating_point() else one for one in late])
+            packed = torch.stack(
+                [one.reshape(()).double().view(torch.int64) if one.is_floating_point() else one for one in late]
+            )
             values = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
@@ -315,7 +317,9 @@ def is_known_beyond(path: Path) -> bool:
     if not (path / journal_name()).exists():
         return True
     lines = list(_lines(path / journal_name()))
-    return any("left" in line for line in lines) or len({line["at"] for line in lines if "loss" in line}) >= PROVING_STEPS
+    return (
+        any("left" in line for line in lines) or len({line["at"] for line in lines if "loss" in line}) >= PROVING_STEPS
+    )
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -331,10 +335,19 @@ def _describe(was: Mapping[str, Any], now: Mapping[str, Any], differing: Sequenc
     words = []
     for name in ("loss", "rate"):
         if name in differing:
-            pairs = list(zip(*([float.fromhex(one) if name == "loss" else one for one in line[name]] for line in (now, was)), strict=False))
+            pairs = list(
+                zip(
+                    *([float.fromhex(one) if name == "loss" else one for one in line[name]] for line in (now, was)),
+                    strict=False,
+                )
+            )
             one, other = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0] if pairs else ("none", "none"))
             digits = ".6g" if isinstance(one, float) and f"{one:.6g}" != f"{other:.6g}" else ""
-            words.append(f"{name} {one:{digits}} in place of {other:{digits}}" if len(now[name]) == len(was[name]) else f"{len(now[name])} numbers of its {name} in place of {len(was[name])}")
+            words.append(
+                f"{name} {one:{digits}} in place of {other:{digits}}"
+                if len(now[name]) == len(was[name])
+                else f"{len(now[name])} numbers of its {name} in place of {len(was[name])}"
+            )
     words += ["other settings of an optimizer"] * ("settings" in differing)
     words += [_batches(was["batch"], now["batch"])] if "batch" in differing else []
     same = [name for name in ("batch", "rate") if name not in differing]

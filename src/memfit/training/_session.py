@@ -37,16 +37,16 @@ from typing import Any
 from memfit.errors import MemfitError, UsageError
 from memfit.training._beat import beat, keep_beats, leave, lost_peers, peers_lost
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
+from memfit.training._checks import check_compiled
 from memfit.training._identity import check_environment, environment, refuse_changed
 from memfit.training._journal import Journal, Unheard
 from memfit.training._loop_parts import GOES_ON, LoopParts, data_identity, is_stream, length_of
-from memfit.training._probes import check_first_forward, check_loader
 from memfit.training._notes import note_of
 from memfit.training._process import Stopper, rng_state, set_rng_state
 from memfit.training._ranks import Ranks, leave_uncaught, order_sums
 from memfit.training._replay import PROVING_STEPS, Replay, heard_by
 from memfit.training._sealed import Sealed, SealedFolder
-from memfit.training._stream import KeyedStream, stream_identity
+from memfit.training._stream import KeyedStream, check_loader, stream_identity
 from memfit.training._workers import deaf_workers
 from memfit.units import list_some
 
@@ -238,8 +238,7 @@ class Session:
             for wrapper in self.parts.wrappers() if self.ranks else ():
                 order_sums(wrapper)
             for model in self.parts.models().values():
-                handle = check_first_forward(model, lambda: self.is_open, self.allow)
-                self.at_end.callback(handle.remove)
+                check_compiled(model, self.allow)
 
     def _read_draws(self, path: Path) -> dict[str, Any]:
         """Return what this rank had drawn; one that was not there began its epoch as rank 0 did."""
@@ -260,8 +259,8 @@ class Session:
 
     # --- data
 
-    def loader(self, loader: Any, allow: Collection[str] = (), *, checks: bool = True) -> Any:
-        """Return a loader under keys, checked; without keys it is the same, its workers out of reach of signals."""
+    def loader(self, loader: Any, *, checks: bool = True) -> Any:
+        """Return a loader under keys, tried; without keys it is the same, its workers out of reach of signals."""
         if self.stream is None:
             if self.keeper is not None:
                 deaf_workers(getattr(loader, "base_dataloader", loader))
@@ -269,7 +268,7 @@ class Session:
         if self._made[0] is not loader:
             made = self.stream.loader(loader)
             if checks:
-                check_loader(loader, self.allow | {*allow})
+                check_loader(loader, self.allow)
             self._made = (loader, made)
         return self._made[1]
 
