@@ -162,7 +162,7 @@ def train(  # noqa: PLR0913
     return digest(model, optimizer), seen, evaluated
 
 
-def fit(folder, at, *, workers=0, rate=1e-2, width=8, preflight=False):
+def fit(folder, at, *, workers=0, rate=1e-2, width=8, preflight=False, allow_inexact=False):
     """The same by a ``Trainer``; without a folder, nothing is kept."""
     model, optimizer, schedule = parts(rate, width)
     seen, place = [], Place(at, optimizer)
@@ -179,7 +179,7 @@ def fit(folder, at, *, workers=0, rate=1e-2, width=8, preflight=False):
 
     trainer = Trainer(
         model, loss=loss, optimizer=optimizer, schedule=schedule, checkpoint_dir=folder, seed=1, checkpoint_seconds=0.0,
-        global_batch_size=BATCH * ACCUMULATION, keep_epochs=2,
+        global_batch_size=BATCH * ACCUMULATION, keep_epochs=2, allow_inexact=allow_inexact,
     )  # fmt: skip
     settings = {"best_metric": "score", "preflight": preflight, "evaluate": evaluate}
     trainer.fit(loader(masked, workers, Begins(at)), [torch.ones(1)], num_epochs=NUM_EPOCHS, **settings)

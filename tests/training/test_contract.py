@@ -4,6 +4,7 @@ import re
 import signal
 
 import pytest
+import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from training import loops
@@ -48,6 +49,9 @@ def test_a_stop_or_a_kill_at_any_moment_ends_in_the_same_bytes(loop, folder, mom
         assert f"Stopped by {number.name}" in first.said and "Traceback" not in first.said
     second = loop.run(folder)
     assert (second.code, second.digest) == (0, loop.whole().digest), second.said
+    is_proved = re.search("came out as before|not proved", second.said)
+    assert is_proved or "goes on" not in second.said, second.said
+    assert "came out as before" in second.said or moment not in MOMENTS[1:2], second.said
     assert second.seen == loop.whole().seen[-len(second.seen) :]
 
 
@@ -169,6 +173,29 @@ def test_a_first_batch_of_a_step_that_is_not_wanted_loses_nothing(loop, folder):
     first = loop.run(folder, ("begin", 2), leaves=True)
     assert first.code == 75, first.said
     assert loop.run(folder, leaves=True).digest == loop.whole(leaves=True).digest != loop.whole().digest
+
+
+def test_a_resume_that_is_not_exact_is_told_and_ends_unless_that_is_allowed(loop, folder, events):
+    passes = []
+
+    def grow(module, _, output):
+        if module.training and isinstance(module, torch.nn.Linear):
+            passes.append(module)
+            return output * (1 + len(passes) / 1000)
+        return output
+
+    with register_module_forward_hook(grow):
+        first = loop.run(folder, ("batch", 1, 2))
+        told = loop.run(folder)
+        again = loop.run(folder)
+        warned = loop.run(folder, **({"allow": ("replay",)} if loop.has_modes else {"allow_inexact": True}))
+    assert first.code == 75 and "2 steps more will be made again, to prove the resume" in first.said
+    for found in (told, again):
+        assert found.code == 1, found.said
+        assert re.search(r"NOT exact: step 5 is not .* loss .* in place of .*, the batch and the rate the same", found.said)
+    assert warned.code == 0, warned.said
+    assert all("This resume is NOT exact: step 5 is" in event["text"] for event in events("inexact"))
+    assert len(events("inexact")) == 3
 
 
 def test_a_model_that_counts_its_passes_is_taken(loop, folder):

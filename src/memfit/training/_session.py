@@ -35,6 +35,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from memfit.errors import MemfitError, UsageError
 from memfit.training._beat import beat, keep_beats, leave, lost_peers, peers_lost
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
@@ -427,11 +429,15 @@ class Session:
             return
         self.on_inexact = on_inexact
         if self.replay is None:
-            self.replay = Replay(self.ranks.rank if self.ranks is not None else 0)
+            self.replay = Replay(self.ranks.rank if self.ranks is not None else 0, goes_on=on_inexact == "warn")
             self.at_end.callback(heard_by(self.replay))
         resumed = self.resumed
         if resumed is not None and resumed.sealed is not None:
             self.replay.open([resumed.path, *self.keeper.since(resumed.path)], self.position.step)
+            if self.facts["environment"] != environment():
+                self.replay.drifts = "always"
+            elif any(one.is_cuda for model in self.parts.models().values() for one in model.parameters()):
+                self.replay.drifts = "" if torch.are_deterministic_algorithms_enabled() else "later"
             if resumed.changed:
                 self.replay.forget()
             self._is_judged, self._proves = bool(resumed.changed), resumed.path
