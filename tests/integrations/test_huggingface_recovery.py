@@ -109,7 +109,7 @@ def train(folder, task="labels", short=None, mode=exact, **settings):
     net, collator, _ = TASKS[task]
     callbacks = [*settings.pop("callbacks", ()), *([] if short is None else [short])]
     trainer = bert.make(folder, net=net(), collator=collator, callbacks=callbacks, **OPTIONS | settings)
-    mode(trainer, recover=True, allow=("callbacks.Short",))
+    mode(trainer, recover=True)
     trainer.train()
     return bert.digest(trainer)
 

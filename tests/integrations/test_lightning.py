@@ -1,6 +1,5 @@
 """A training in Lightning is watched, stops and resumes by the real package, to the same bytes where that was asked for."""
 
-import copy
 import functools
 import os
 import signal
@@ -14,7 +13,7 @@ pytest.importorskip("lightning")
 
 import torchmetrics
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, LearningRateFinder
+from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 
@@ -35,14 +34,13 @@ class Module(LightningModule):
     def __init__(self, at, rate=1e-2, width=8):
         super().__init__()
         self.net, _ = bare(width=width)
-        self.at, self.rate, self.seen, self.losses, self.calls, self.counts = at, rate, [], [], 0, False
+        self.at, self.rate, self.seen, self.losses = at, rate, [], []
 
     def training_step(self, batch, batch_idx):
         loss = self.net(batch[1]).square().mean()
         self.log("loss", loss)
         self.seen.append(ids(batch))
         self.losses.append(repr(float(loss.detach())))
-        self.calls += self.counts
         self.batch_idx = batch_idx
         return loss
 
@@ -261,7 +259,7 @@ def test_a_module_that_makes_its_steps_is_exact(tmp_path, moment, number):
     code, part = in_child(train_by_hand, tmp_path / "part")
     assert (code, part[:2]) == (0, whole[:2]), said(tmp_path / "part")
     assert part[2] == whole[2][-len(part[2]) :]
-    assert "it makes its steps itself" in said(tmp_path / "whole")
+    assert "the module makes its steps itself" in said(tmp_path / "whole")
 
 
 def test_an_optimizer_that_never_steps_is_refused_after_an_epoch(tmp_path):
@@ -272,12 +270,6 @@ def test_an_optimizer_that_never_steps_is_refused_after_an_epoch(tmp_path):
 
     with pytest.raises(UsageError, match="an optimizer that made no step"):
         Stop(tmp_path, every=1).fit(make_trainer(accumulate_grad_batches=1), Idle(ignore), loader(masked))
-
-
-class Counting(Module):
-    def __init__(self):
-        super().__init__(ignore)
-        self.counts = True
 
 
 class Unscheduled(Module):
@@ -301,46 +293,18 @@ class Idle(Module):
         return None
 
 
-class Steering(Callback):
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.count = getattr(self, "count", 0) + 1
-        trainer.should_stop = self.count > 9
-
-
-class Slowing(Callback):
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.count = getattr(self, "count", 0) + 1
-        trainer.optimizers[0].param_groups[0]["lr"] = 1e-2 / self.count
-
-
-class Average(Callback):
-    """Keeps an average of the weights, and no checkpoint holds it."""
-
-    def on_fit_start(self, trainer, pl_module):
-        self.average = copy.deepcopy(pl_module)
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        for mine, weight in zip(self.average.parameters(), pl_module.parameters(), strict=True):
-            mine.data.lerp_(weight.data, 0.1)
-
-
-class Looking(Callback):
-    """Counts, and steers nothing."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.ends = getattr(self, "ends", 0) + trainer.should_stop
-
-
 @pytest.mark.parametrize(
     ("module", "data", "options", "named"),
     [
-        (Counting, None, {}, r"model\.calls"),
         (lambda: Module(ignore), Stream(), {}, "stream"),
         (lambda: Module(ignore), None, {"reload_dataloaders_every_n_epochs": 1}, "reload"),
         (lambda: Module(ignore), None, {"overfit_batches": 1}, "overfit"),
-        (lambda: Module(ignore), None, {"callbacks": [Steering()]}, r"callbacks\.Steering"),
-        (lambda: Module(ignore), None, {"callbacks": [Looking(), Slowing()]}, r"same bytes with callbacks\.Slowing"),
-        (lambda: Module(ignore), None, {"callbacks": [Average()]}, r"callbacks\.Average"),
+        (
+            lambda: Module(ignore),
+            None,
+            {"callbacks": [StochasticWeightAveraging(0.1)]},
+            r"same bytes with callbacks\.Stoch",
+        ),
         (lambda: Module(ignore), None, {"callbacks": [LearningRateFinder()]}, r"callbacks\.LearningRateFinder"),
         (lambda: Module(ignore), None, {"callbacks": [BackboneFinetuning()]}, r"callbacks\.BackboneFinetuning"),
         (lambda: Module(ignore), None, {"val_check_interval": timedelta(hours=1)}, "val_check_interval in time"),
@@ -385,7 +349,7 @@ def train_by_epoch(folder, at, kind=ByEpoch, **options):
                 places.append(trainer.fit_loop.total_batch_idx)
 
     trainer = make_trainer(callbacks=[Places(), Halving()], **options)
-    Exact(folder, seed=1, every=1, allow=("callbacks.Places",)).fit(trainer, module, loader(), loader())
+    Exact(folder, seed=1, every=1).fit(trainer, module, loader(), loader())
     return digest(module, trainer.optimizers[0]), places
 
 
@@ -393,7 +357,6 @@ def train_by_epoch(folder, at, kind=ByEpoch, **options):
 @pytest.mark.parametrize("moment", [("batch", 1, 3), ("batch", 0, 5)], ids=["midway", "at its first batch"])
 def test_the_users_start_of_an_epoch_is_called_again_where_lightning_leaves_it_out(tmp_path, moment):
     whole = in_child(train_by_epoch, tmp_path / "whole")[1]
-    assert "the model could not be tried" in said(tmp_path / "whole"), "a list that its epoch makes is not there before"
     assert "no verdict whether the largest batch fits: AttributeError" in said(tmp_path / "whole")
     assert in_child(train_by_epoch, tmp_path / "part", moment)[0] == 75, said(tmp_path / "part")
     code, part = in_child(train_by_epoch, tmp_path / "part")

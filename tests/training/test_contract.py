@@ -4,6 +4,7 @@ import re
 import signal
 
 import pytest
+from torch.nn.modules.module import register_module_forward_hook
 
 from training import loops
 from training.contract import COLUMNS
@@ -178,6 +179,15 @@ def test_a_first_batch_of_a_step_that_is_not_wanted_loses_nothing(loop, folder):
     first = loop.run(folder, ("begin", 2), leaves=True)
     assert first.code == 75, first.said
     assert loop.run(folder, leaves=True).digest == loop.whole(leaves=True).digest != loop.whole().digest
+
+
+def test_a_model_that_counts_its_passes_is_taken(loop, folder):
+    def count(module, *_):
+        vars(module)["passes"] = vars(module).get("passes", 0) + 1
+
+    with register_module_forward_hook(count):
+        found = loop.run(folder)
+    assert (found.code, found.digest) == (0, loop.whole().digest), found.said
 
 
 def test_one_process_trains_into_a_folder(loop, folder):

@@ -238,48 +238,11 @@ def test_stop_becomes_exact_between_two_epochs(tmp_path):
         train(folder, ignore)
 
 
-class Counting:
-    def __init__(self):
-        self.counter = 0
-
-    def __call__(self, items):
-        self.counter += 1
-        return masked(items)
-
-
 def test_what_cannot_be_exact_is_refused_before_the_first_step(tmp_path):
     seen = []
-    with pytest.raises(UsageError, match=r"collator\.counter"):
-        train(tmp_path, seen.append, collate=Counting())
     with pytest.raises(UsageError, match="stream"):
         train(tmp_path, seen.append, data=loops.Stream())
     assert {*seen} == {("begin", 0)}
-    train(tmp_path, seen.append, collate=Counting(), allow=["collator.counter"])
-
-
-class Moving(torch.nn.Linear):
-    def __init__(self):
-        super().__init__(4, 1)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x)
-
-
-def test_a_model_that_moves_is_refused_before_its_first_step(tmp_path):
-    model = Moving()
-    before = model.weight.clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for allow in ([], ["model.calls"]):
-        loop = Loop(tmp_path, seed=1, every=1, allow=allow, model=model, optimizer=optimizer)
-        go = partial(one_epoch, loop, lambda batch: model(batch[1]).sum().backward(), optimizer)
-        if not allow:
-            with pytest.raises(UsageError, match=r"model\.calls"):
-                go()
-            assert torch.equal(model.weight, before)
-        else:
-            go()
 
 
 def one_epoch(loop, backward, optimizer, batches=None):
@@ -392,19 +355,6 @@ def test_a_loss_that_is_given_says_before_the_first_step_whether_the_largest_bat
     go(tmp_path / "left", allow=["rehearsal"])
     go(None)  # a loop without a folder and a loss asks for nothing
     assert "verdict" not in capsys.readouterr().err
-
-
-def test_the_rehearsal_leaves_no_cast_weights_to_autocast(tmp_path):
-    model, optimizer = bare()
-    loop = Loop(tmp_path, seed=1, every=1, model=model, optimizer=optimizer)
-
-    def backward(batch):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(batch[1]).float().square().mean()
-        loss.backward()
-
-    one_epoch(loop, backward, optimizer)
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_loop_that_cannot_count_is_refused(tmp_path):

@@ -12,18 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers.trainer_callback import ExportableState
 
-from memfit.integrations._callbacks import refuse_any, steers_by_count
+from memfit.integrations._refuse import refuse_any
 from memfit.integrations.accelerate import refused_ranks
 from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary, loader_settings, record
 from memfit.training import Due, LoopParts, Session, length_of, order_of
 
 PREFIX = "checkpoint-"
-#: What a callback steers by: one that does, and counts for itself, must export its state.
-_STEERED = {"model", "optimizer", "lr_scheduler"}
-_COUNTS = "it counts something and acts on it: let it inherit ExportableState, or leave it out"
-_FLAGS = {"should_training_stop", "should_save", "should_evaluate"}
 _GRAPHS = {"reduce-overhead", "max-autotune", "cudagraphs"}  # modes of torch.compile
 
 
@@ -96,6 +91,9 @@ class MemfitCallback(transformers.TrainerCallback):
         due = session.stepped(self._loss, self.num_steps, args.device)
         self.move(state.global_step)
         is_between = control.should_epoch_stop or not session.position.epoch_step  # then after the epoch's end
+        is_held_up = control.should_evaluate or control.should_save or control.should_training_stop
+        if session.is_leaving and (due is Due.STOP or is_between or is_held_up):
+            session.stop()
         control.should_save |= due is Due.STOP and not is_between and not control.should_training_stop
         self._steer(args, state, control)
         if control.should_evaluate or control.should_save:
@@ -215,22 +213,10 @@ def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool, recover: boo
             ("steps_per_generation", reused > args.gradient_accumulation_steps, "make one generation for each step"),
             ("torch_compile", is_compiled, "leave it off: what is compiled depends on the batches seen before"),
             ("cuda_graphs", bool(has_graphs), 'take torch_compile_mode="default": graphs were not tried with exact'),
-            *(
-                (name := f"callbacks.{type(one).__name__}", _keeps_state(one), f"{_COUNTS}; or allow=({name!r},)")
-                for one in trainer.callback_handler.callbacks
-            ),
         ]
         # transformers leaves the exported states of callbacks in the checkpoint otherwise
         args.restore_callback_states_from_checkpoint = True
     refuse_any(found, allow, is_exact=is_exact)
-
-
-def _keeps_state(callback: Any) -> bool:
-    """Return whether a callback steers the training by what it has counted and no checkpoint holds."""
-    kind = type(callback)
-    if kind.__module__.startswith(("transformers.", "memfit.")) or isinstance(callback, ExportableState):
-        return False
-    return steers_by_count(kind, _FLAGS, _STEERED, always={"should_epoch_stop"}, never={"should_log"})
 
 
 @contextmanager

@@ -15,13 +15,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torchmetrics import Metric, MetricCollection
 
 from memfit.errors import UsageError
-from memfit.integrations._callbacks import Cause, steers_by_count
+from memfit.integrations._refuse import Cause
 from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary, loader_settings
 from memfit.training import Course, LoopParts, Session, Unheard, length_of, order_of, samples_in
-
-#: What a callback steers by: one that does, and counts for itself, must export its state.
-_STEERED = {"optimizers", "lr_schedulers", "param_groups", "requires_grad"}  # or by weights, of which it keeps a mean
-_STEERED |= {"parameters", "named_parameters", "state_dict", "load_state_dict"}
 
 
 class MemfitCallback(Callback):
@@ -121,18 +117,12 @@ class Batches(Course):
             yield batch
 
 
-def keeps_state(callback: Callback) -> bool:
-    """Return whether a callback steers the training by what it has counted and no checkpoint holds."""
-    kind = type(callback)
+def acts_late(callback: Callback) -> bool:
+    """Return whether a callback of Lightning's acts by what no checkpoint holds, later than in a resume's first steps:
+    an average that is used at the end, another accumulation in a later epoch."""
     if isinstance(callback, GradientAccumulationScheduler):
         return len(callback.scheduling) > 1  # an epoch that is entered in its midst does not ask it
-    if isinstance(callback, StochasticWeightAveraging):
-        return True
-    own = ("lightning.", "memfit.")
-    saves = [getattr(kind, name) is not getattr(Callback, name) for name in ("state_dict", "on_save_checkpoint")]
-    if kind.__module__.startswith(own) or any(saves):
-        return False
-    return steers_by_count(kind, {"should_stop"}, _STEERED)
+    return isinstance(callback, StochasticWeightAveraging)
 
 
 def refused_ranks(trainer: Any, module: LightningModule, is_exact: bool) -> list[Cause]:
@@ -212,9 +202,3 @@ def silent(module: LightningModule) -> Iterator[None]:
         yield
     finally:
         del module.__dict__["log"], module.__dict__["log_dict"]
-
-
-def metric_numbers(module: LightningModule) -> set[str]:
-    """Return the names of the metrics' attributes: they move, and are saved."""
-    metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
-    return {f"model.{name}.{key}" for name, one in metrics.items() for key in vars(one)}

@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
 
 from torch.nn.parallel import DistributedDataParallel
 
-from memfit.integrations._callbacks import Cause, refuse_any
+from memfit.integrations._refuse import Cause, refuse_any
 from memfit.training import KeyedStream, Loop, LoopParts, Ranks, deaf_workers, order_of
 
 __all__ = ["Exact", "MemfitCallback", "Stop"]
@@ -113,11 +113,11 @@ class Exact(Stop):
 
     Args:
         seed: Other seeds, other order and draws.
-        allow: As for ``Stop``, and parts that may move, such as ``"collator.counter"``.
+        allow: As for ``Stop``, and names of what is refused otherwise, such as ``"data"``.
         accelerator, folder, every, every_seconds, keep, settings, loss: As for ``Stop``.
 
     Raises:
-        UsageError: As for ``Stop``; in ``loader`` and in the first forward pass also what cannot be exact.
+        UsageError: As for ``Stop``; in ``loader`` also what cannot be exact.
         StoppedError: As for ``Stop``.
     """
 

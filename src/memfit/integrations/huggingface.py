@@ -88,7 +88,7 @@ def exact(
         trainer: Before its ``train``.
         seed: Other seeds, other order and draws; by default the Trainer's ``data_seed`` or ``seed``.
         recover: As for ``stoppable``.
-        allow: As for ``stoppable``, and parts that may move, such as ``"collator.counter"``.
+        allow: As for ``stoppable``, and names of what is refused otherwise, such as ``"data"``.
 
     Raises:
         UsageError: As for ``stoppable``, and what cannot be exact.
@@ -167,9 +167,7 @@ class _Adapted(_Trainer):  # type: ignore[misc]
             self.accelerator = own
         streams, is_plain = isinstance(made.dataset, IterableDataset), not hasattr(made, "base_dataloader")
         if is_plain:
-            # transformers wraps the collator in one that drops columns
-            inner = {name.replace("collator.", "collator.data_collator.", 1) for name in session.allow}
-            made, self.is_checked = session.loader(made, inner, checks=not self.is_checked), True
+            made, self.is_checked = session.loader(made, checks=not self.is_checked), True
         session.compare_data(made)
         if is_plain and (plain.was_asked or streams or session.stream is not None):
             made = own.prepare(made)  # a plain one would not be told the epoch
@@ -203,6 +201,8 @@ class _Adapted(_Trainer):  # type: ignore[misc]
         session.beat("data")
         batches, number = super().get_batch_samples(*args, **kwargs)
         session.position.batch += len(batches)
+        for batch in batches:
+            session.took(batch)
         if session.course is not None:
             session.restore_draws()
         if self.recovery is not None:

@@ -31,12 +31,10 @@ except ModuleNotFoundError as error:
     raise _MissingExtraError.of(str(error.name), "lightning", __name__) from error
 
 from memfit.errors import StoppedError, UsageError
-from memfit.integrations._callbacks import Cause, refuse_any
 from memfit.integrations._lightning import (
     Batches,
     MemfitCallback,
-    keeps_state,
-    metric_numbers,
+    acts_late,
     metric_states,
     monitors,
     put_metrics,
@@ -44,6 +42,7 @@ from memfit.integrations._lightning import (
     refused_ranks,
     silent,
 )
+from memfit.integrations._refuse import Cause, refuse_any
 from memfit.training import (
     Due,
     KeyedStream,
@@ -54,15 +53,12 @@ from memfit.training import (
     Session,
     beat,
     check_compiled,
-    check_model,
     deaf_workers,
-    find_longest,
     is_stream,
     keep_beats,
     order_of,
     rehearse,
     say,
-    tried,
 )
 
 __all__ = ["Exact", "MemfitCallback", "Stop"]
@@ -183,9 +179,9 @@ class Stop(MemfitCallback):
             name = f"callbacks.{type(one).__name__}"
             moves = isinstance(one, BaseFinetuning | BatchSizeFinder | LearningRateFinder)
             why = "it changes step or optimizer when a fit begins: set what it found, and leave it out"
-            counts = "it counts something and acts on it: give it state_dict and load_state_dict, or leave it out"
+            late = "it acts later by what no checkpoint holds: leave it out"
             causes.append((name, moves, f"{why}; or allow=({name!r},)"))
-            causes.append((name, is_exact and keeps_state(one), f"{counts}; or allow=({name!r},)"))
+            causes.append((name, is_exact and acts_late(one), f"{late}; or allow=({name!r},)"))
         self._refuse(*causes)
         if is_exact:
             check_compiled(model, self.session.allow)
@@ -272,7 +268,7 @@ class Stop(MemfitCallback):
             total = trainer.fit_loop.epoch_loop.batch_progress.total
             total.ready = total.completed  # Lightning counts the batch twice in which it was saved
         session.begin()
-        if session.resumed is None:
+        if session.resumed is None and "rehearsal" not in session.allow:
             self._rehearse(trainer, pl_module)
         elif at.batch:
             say("the epoch's means of self.log begin anew; metrics of torchmetrics go on")
@@ -285,7 +281,6 @@ class Stop(MemfitCallback):
 
     def _rehearse(self, trainer: Any, pl_module: LightningModule) -> None:
         """Say whether the largest batch fits; what the module remembers of it is put back."""
-        loader, allow = self._loader.loader, self.session.allow
 
         def loss_of(batch: Any) -> torch.Tensor:
             batch = trainer.precision_plugin.convert_input(batch)
@@ -297,16 +292,11 @@ class Stop(MemfitCallback):
             return loss
 
         if not pl_module.automatic_optimization:
-            say("no verdict whether the largest batch fits, and the module is not tried: it makes its steps itself")
+            say("no verdict whether the largest batch fits: the module makes its steps itself")
             return
         before = copy.deepcopy(metric_states(pl_module))
         with silent(pl_module):
-            if self.session.stream is not None:
-                with tried("the module", "rehearsal", allow):
-                    loader = longest = find_longest(loader)
-                    check_model(pl_module, lambda: loss_of(longest.batch), allow | metric_numbers(pl_module))
-            if "rehearsal" not in allow:
-                rehearse(pl_module, trainer.optimizers[0], loss_of, loader)
+            rehearse(pl_module, trainer.optimizers[0], loss_of, self._loader.loader)
         put_metrics(pl_module, before)
 
     # --- steps
@@ -321,8 +311,11 @@ class Stop(MemfitCallback):
         self._stepped.add(optimizer)
         beat("data")  # callbacks may save, too
 
-    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *batch: Any) -> None:
-        super().on_train_batch_end(trainer, pl_module, *batch)
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        session = self.session
         vars(pl_module).pop("log", None)
         beat("data")
         self._num_open += 1
@@ -334,6 +327,11 @@ class Stop(MemfitCallback):
         if is_made:
             self._stepped.clear()
             self._num_open = 0
+            session.made(trainer.global_step)
+        if is_made and session.is_leaving:
+            self._move(trainer, batch_idx + 1)
+            if session.due() is Due.STOP or batch_idx + 1 >= trainer.num_training_batches:
+                session.stop()
 
     def _fetched(self, trainer: Any) -> None:
         """Seed what is drawn between two steps, where a stop ends one process and the next begins."""
@@ -362,11 +360,13 @@ class Stop(MemfitCallback):
         self._move(trainer, batch_idx)
         due = session.meet()  # all have their batch: nobody waits for long within the step
         if self._num_open == 0:
-            if due and session.saved.step != trainer.global_step and not trainer.fast_dev_run:
+            is_saved = session.saved.step == trainer.global_step or session.is_leaving
+            if due and not is_saved and not trainer.fast_dev_run:
                 self._save(trainer)
             if due is Due.STOP:
                 session.stop()
             session.begin_step()
+        session.took(batch)
         session.beat("microbatch")
         if self._followed:
             refuse_means(pl_module, self._followed)
@@ -375,6 +375,11 @@ class Stop(MemfitCallback):
     def _move(self, trainer: Any, batch: int) -> None:
         epoch_step, step = batch // trainer.accumulate_grad_batches, trainer.global_step
         self.session.position = Position(trainer.current_epoch, batch, epoch_step=epoch_step, step=step)
+
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        if self.session.is_leaving:
+            self.session.stop()
+        super().on_validation_start(trainer, pl_module)
 
     def on_validation_batch_start(self, *batch: Any) -> None:
         beat("validate")
@@ -420,7 +425,7 @@ class Exact(Stop):
 
     Args:
         seed: Other seeds, other order and draws.
-        allow: As for ``Stop``, and parts that may move, such as ``"collator.counter"``.
+        allow: As for ``Stop``, and names of what is refused otherwise, such as ``"data"``.
         folder, every, every_seconds, keep: As for ``Stop``.
 
     Raises:

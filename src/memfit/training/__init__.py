@@ -19,6 +19,7 @@ from memfit.training._checkpoint import CheckpointWarning as CheckpointWarning
 from memfit.training._checkpoint import checkpoint_path as checkpoint_path
 from memfit.training._checkpoint import load_checkpoint as load_checkpoint
 from memfit.training._checkpoint import save_checkpoint as save_checkpoint
+from memfit.training._checks import check_compiled as check_compiled
 from memfit.training._compute import autocast as autocast
 from memfit.training._compute import find_device as find_device
 from memfit.training._compute import to_device as to_device
@@ -46,10 +47,6 @@ from memfit.training._preflight import Longest as Longest
 from memfit.training._preflight import find_longest as find_longest
 from memfit.training._preflight import preflight as preflight
 from memfit.training._preflight import rehearse as rehearse
-from memfit.training._probes import check_compiled as check_compiled
-from memfit.training._probes import check_loader as check_loader
-from memfit.training._probes import check_model as check_model
-from memfit.training._probes import tried as tried
 from memfit.training._process import Stopper as Stopper
 from memfit.training._process import rng_state as rng_state
 from memfit.training._process import say as say
@@ -80,6 +77,7 @@ from memfit.training._step import SafeStep as SafeStep
 from memfit.training._stream import KeyedDataset as KeyedDataset
 from memfit.training._stream import KeyedSampler as KeyedSampler
 from memfit.training._stream import KeyedStream as KeyedStream
+from memfit.training._stream import check_loader as check_loader
 from memfit.training._stream import keyed_rng as keyed_rng
 from memfit.training._stream import order_of as order_of
 from memfit.training._trainer import Trainer as Trainer

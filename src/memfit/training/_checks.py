@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
 
@@ -158,3 +158,35 @@ def check_parts(model: Any, optimizer: Any, loss: Any, split: Any, *, is_sharded
     is_split = hasattr(split, "count") and hasattr(split, "take") and not isinstance(split, type)
     if split is not None and not is_split:
         raise bad_setting("split", split, "it has count(batch) and take(batch, start, stop)", "pass split=BySample()")
+
+
+def check_compiled(model: torch.nn.Module, allow: Collection[str] = ()) -> None:
+    """Refuse kernels that depend on earlier batches or on timings, and graphs that hold random states."""
+    on_cpu = all(one.device.type == "cpu" for one in model.parameters())
+    for context in () if "torch_compile" in allow else map(_compiler_of, model.modules()):
+        is_static = context is None or getattr(context, "_dynamic", None) is False
+        is_timed = bool((getattr(context, "compiler_config", None) or {}).get("max_autotune"))
+        if context is not None and (not is_static or is_timed or not on_cpu):
+            raise UsageError(
+                "The model is compiled, and which kernels run depends on "
+                + ("timings." if is_static else "the shapes of the batches that were seen before."),
+                rule="exact: a stopped training goes on to the same bytes; of torch.compile that was shown on a CPU, "
+                "with dynamic=False and at most eight shapes.",
+                remedy="compile with torch.compile(model, dynamic=False) and without max-autotune, or not at all; or, "
+                'if all batches have one shape and you have seen it resume to the same, pass allow=("torch_compile",)',
+            )
+    for name, module in model.named_modules() if "cuda_graph" not in allow else ():
+        if "make_graphed" in getattr(vars(module).get("forward"), "__qualname__", ""):
+            raise UsageError(
+                f"model.{name} replays a CUDA graph, whose draws were not shown to follow the seed of each step.",
+                rule="exact: a stopped training goes on to the same bytes; graphs hold random states of their own.",
+                remedy='train without it; or, if it draws nothing, pass allow=("cuda_graph",)',
+            )
+
+
+def _compiler_of(module: torch.nn.Module) -> Any:
+    """Return what a module was compiled by: torch.compile(module), module.compile(), or Lightning's of a module."""
+    if (call := getattr(module, "_compiled_call_impl", None)) is not None:
+        return inspect.getclosurevars(call).nonlocals.get("self")
+    kept_by_lightning = getattr(module, "_compiler_ctx", None) or {}
+    return vars(module).get("dynamo_ctx", kept_by_lightning.get("dynamo_ctx"))

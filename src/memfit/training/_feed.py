@@ -18,11 +18,10 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler, default_co
 from memfit.errors import DataError, UsageError
 from memfit.rundir import record
 from memfit.training._loaders import generators_of, parts_of, remade
-from memfit.training._probes import refuse_own_generators
 from memfit.training._process import preserved_rng
 from memfit.training._ranks import Ranks
 from memfit.training._split import Split
-from memfit.training._stream import KeyedStream, keyed_rng, order_of, why_not_keyed
+from memfit.training._stream import KeyedStream, check_loader, keyed_rng, order_of, why_not_keyed
 from memfit.training._workers import FIRST_BATCH_SECONDS, Workers, workers_in
 
 
@@ -95,7 +94,6 @@ class Feed:
 
     def check(self) -> None:
         """Refuse batches that cannot be had a second time."""
-        refuse_own_generators(self.batches)
         loader = self.batches
         if not isinstance(loader, DataLoader) or loader.num_workers == 0:
             return
@@ -269,6 +267,10 @@ class KeyedFeed(Feed):
         super().__init__(batches, seed, first_batch_seconds)
         self.loader = self.workers.loader = KeyedStream(seed).loader(batches)
         self._dealt: DealtOrder | None = None
+
+    def check(self) -> None:
+        super().check()
+        check_loader(self.loader, None)
 
     def deal(self, num: int, split: Split, ranks: Ranks) -> None:
         """Deal each ``num`` batches to the ranks. Each loads its own part alone, where no draw belongs to a batch."""

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from memfit.errors import DataError, DoesNotFitError, HalfUpdatedError, UsageError
+from memfit.errors import DataError, DoesNotFitError, HalfUpdatedError, StoppedError, UsageError
 from memfit.rundir import CANARY_STEPS, canary_over, is_canary, loader_settings, record
 from memfit.training._beat import beat
 from memfit.training._checkpoint import CheckpointWarning, save_checkpoint, tensor_bytes
@@ -29,7 +29,6 @@ from memfit.training._identity import check_environment, optimizer_identity
 from memfit.training._journal import Journal
 from memfit.training._oom import release
 from memfit.training._preflight import find_longest, preflight
-from memfit.training._probes import refuse_own_generators
 from memfit.training._process import seed_rank
 from memfit.training._ranks import Ranks
 from memfit.training._records import MEASURED, FitResult
@@ -53,15 +52,13 @@ class Fit:
         self.ranks = setup.step.ranks
         self.is_first = self.ranks is None or self.ranks.rank == 0  # it alone writes and tells
         self.data = feed_of(plan.train, setup.seed, setup.first_batch_seconds)
-        if self.keeper is not None and not self.step.exactness.allows_inexact:
-            self.data.check()
-            refuse_own_generators(plan.valid)
         self.batches_per_step = self.data.batches_per_step(setup.global_batch_size, self.step.split)
         self.num_steps = math.ceil(len(plan.train) / self.batches_per_step)
         self.progress = Progress()
         self.validation = Validation(setup, plan, self._where, self._stop_alone)
         self.parts = FitParts(setup, self.progress, validation=self.validation, data=self.data)
-        self.session = Session(self.parts, self.keeper, allow=None)
+        on_inexact = "warn" if self.step.exactness.allows_inexact else "stop"
+        self.session = Session(self.parts, self.keeper, allow=None, on_inexact=on_inexact)
         self.session.every_seconds = setup.checkpoint_seconds  # 0: after each step
         self._is_open = self._has_room = False
         self._rollbacks: Counter[int] = Counter()
@@ -123,6 +120,8 @@ class Fit:
         if self.keeper is None:
             session.listen(interrupt=False)
         path = session.open()
+        if self.keeper is not None and not self.step.exactness.allows_inexact:
+            self.data.check()
         best = f"{plan.direction} {plan.best_metric}" if plan.valid is not None else "no validation"
         if path is not None and (self.at.epoch, self.at.epoch_step) > (plan.num_epochs, 0):
             raise UsageError(
@@ -263,6 +262,8 @@ class Fit:
                 break
         self.data.close()
         self._is_open = False
+        if self.session.is_leaving:
+            self._stop()
         if self.at.epoch_step == 0:
             raise DataError(
                 f"Epoch {self.at.epoch + 1} gave no batch, and {num_batches} were announced.",
@@ -279,6 +280,7 @@ class Fit:
         waited = time.perf_counter() - began
         if not num_batches:
             return False
+        self.session.took(batches)
         step, at = self.step, self.at
         step.where = {"epoch": at.epoch + 1, "step": at.epoch_step + 1, "num_steps": self.num_steps}
         outcome = step(*batches)
@@ -289,7 +291,8 @@ class Fit:
                 self.ema.update(step.model)
         self.progress.add_step(outcome)
         at.batch += num_batches
-        self.session.stepped(outcome.loss if outcome.weight else None, self.num_steps, self.device, has_voted=True)
+        loss, parts = outcome.loss if outcome.weight else None, outcome.num_microbatches
+        self.session.stepped(loss, self.num_steps, self.device, parts=parts, has_voted=True)
         if self.setup.on_step is not None and self.is_first:
             self.setup.on_step(outcome)
         num_samples = sum(map(samples_in, batches)) * (1 if self.ranks is None else self.ranks.size)
@@ -318,28 +321,35 @@ class Fit:
         is_done = self.setup.on_epoch is not None and self.is_first and self.setup.on_epoch(newest) is True
         if self.ranks is not None:
             is_done = self.ranks.gather(is_done)[0]
-        self._stop_or_save()
-        return is_done or plan.is_early(history)
+        is_done = is_done or plan.is_early(history)
+        self._stop_or_save(at_once=is_done or len(history) == plan.num_epochs)
+        return is_done
 
     # --- stops and checkpoints
 
-    def _stop_or_save(self) -> None:
+    def _stop_or_save(self, *, at_once: bool = False) -> None:
         """Stop or save here, as it is due."""
         due = self.session.due()
-        if due and self.session.is_unsaved:
+        if due and self.session.is_unsaved and not self.session.is_leaving:
             self._save()
             self.journal.phase("train")
         if due is Due.STOP:
+            self._stop(at_once=at_once)
+
+    def _stop(self, *, at_once: bool = False) -> None:
+        try:
+            self.session.stop(self._place(), at_once=at_once)
+        except StoppedError:
             if self.ranks is not None:
                 self.ranks.is_over = True
-            self.session.stop(self._place())
+            raise
 
     def _stop_alone(self) -> None:
         """Stop or save, at a place that ranks come to alone: nothing is to be saved there, and the others are told."""
         if self.ranks is None:
-            self._stop_or_save()
+            self._stop_or_save(at_once=True)
         elif self.session.stopper.own is not None and not self.step.is_sharded:  # its passes are those of all ranks
-            self.session.stop(self._place())
+            self.session.stop(self._place(), at_once=True)
 
     def _place(self) -> str:
         epoch, step = self.at.epoch, self.at.epoch_step

@@ -147,6 +147,12 @@ class Journal:
         record("inexact", reason=why, text=text)
         say(text)
 
+    def verdict(self, kind: str, text: str, *, is_said: bool = True) -> None:
+        """Record how the steps came out that a resume made again."""
+        record(kind, reason=text, text=text)
+        if is_said:
+            say(text)
+
 
 class Unheard(Journal):
     """The journal of a rank that tells nothing but, in a canary, its phases: it keeps the times alone."""
@@ -154,7 +160,7 @@ class Unheard(Journal):
     def _ignore(self, *args: Any, **fields: Any) -> None:
         pass
 
-    loaders = step = epoch = early_stop = resume = inexact = _ignore
+    loaders = step = epoch = early_stop = resume = inexact = verdict = _ignore
 
     def phase(self, name: str) -> None:
         if is_canary():

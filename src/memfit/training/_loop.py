@@ -47,8 +47,8 @@ class Loop:
         every: A checkpoint after so many optimizer steps, beside those at each epoch's end.
         every_seconds: A checkpoint when the last one is so old; None: none by time.
         keep: The newest checkpoints that stay.
-        allow: Names of parts that may move, or of settings that may differ from the checkpoint's, such as
-            ``"collator.counter"`` or ``"learning_rate"``: the settings of now hold then.
+        allow: Names of settings that may differ from the checkpoint's, such as ``"learning_rate"``: those of now hold.
+            Or names of what is refused otherwise, such as ``"data"``.
         settings: Plain values of your own that must not change between a checkpoint and its resume.
         loss: Returns the loss of a batch, as your loop makes it. With it the largest batch that can be found goes
             forward and backward before the first step, and one line says whether it fits.
@@ -56,7 +56,7 @@ class Loop:
             ``state_dict`` and ``load_state_dict``.
 
     Raises:
-        UsageError: When the loop begins: data, a model or settings that cannot be exact, or a checkpoint of another
+        UsageError: When the loop begins: data or settings that cannot be exact, or a checkpoint of another
             training.
         DoesNotFitError: Before the first step: the largest batch does not fit.
         StoppedError: A signal asked for it; everything up to here is saved.
@@ -234,6 +234,7 @@ class Loop:
             session.restore_draws()
             if batch is batches:
                 break
+            session.took(batch)
             session.begin_step()
             was_open, session.is_open = session.is_open, True
             at.batch, at.sample = at.batch + 1, at.sample + self._data_size
@@ -252,6 +253,8 @@ class Loop:
             self._settle(max(due, Due(is_over)))
             if is_over:
                 break
+        if session.is_leaving:  # what follows may take long
+            self._settle(Due.STOP)
         session.journal.phase("validate")
         session.beat("end")
         if session.stream:

@@ -167,8 +167,8 @@ def rehearse(
             remedy="make the batch smaller and accumulate gradients over as many more; the loss stays that of all",
         ) from None
     except Exception as error:  # the training's own steps may be well, or say the same with their own traceback
-        if isinstance(error, DoesNotFitError | SystemExit) or getattr(error, "rule", "").startswith("exact:"):
-            raise  # what the first forward pass has shown is refused
+        if isinstance(error, DoesNotFitError | SystemExit):
+            raise
         text = f"no verdict whether the largest batch fits: {first_line(error)}".rstrip(".")
         record("untried", text=text)
         say_verdict(f"{text}; allow=('rehearsal',) leaves this out")

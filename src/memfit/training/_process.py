@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -33,6 +34,17 @@ def say(text: str) -> None:
 
 _saves_checked: set[str] = set()
 _KILL_WAIT_SECONDS = 30  # Slurm's default
+_SHELL_SECONDS = 10  # what docker stop leaves
+
+
+def grace_seconds() -> float | None:
+    """Return what a job of this run has between the request to stop and its end; None outside of a run."""
+    current = current_run()
+    if current is not None:
+        with suppress(DamagedError, OSError):
+            grace = (read_json(current[0].job_dir(current[1]) / "job.json") or {}).get("grace_seconds")
+            return grace if isinstance(grace, int | float) else None
+    return None
 
 
 def check_save_seconds(seconds: float) -> None:
@@ -44,15 +56,14 @@ def check_save_seconds(seconds: float) -> None:
     if str(current[0].path) in _saves_checked:
         return
     _saves_checked.add(str(current[0].path))
-    with suppress(DamagedError, OSError):
-        grace = (read_json(current[0].job_dir(current[1]) / "job.json") or {}).get("grace_seconds")
-        if isinstance(grace, int | float) and seconds > grace:
-            text = (
-                f"the first save took {seconds:.0f} s, and a stop leaves {grace:g} s: it would be killed while it "
-                f"saves. Give it more: grace_seconds in the config, or --grace {math.ceil(2 * seconds)}"
-            )
-            record("slow_save", seconds=round(seconds, 1), grace_seconds=grace, text=text)
-            print(f"memfit: {text}", file=sys.stderr, flush=True)
+    grace = grace_seconds()
+    if grace is not None and seconds > grace:
+        text = (
+            f"the first save took {seconds:.0f} s, and a stop leaves {grace:g} s: it would be killed while it "
+            f"saves. Give it more: grace_seconds in the config, or --grace {math.ceil(2 * seconds)}"
+        )
+        record("slow_save", seconds=round(seconds, 1), grace_seconds=grace, text=text)
+        print(f"memfit: {text}", file=sys.stderr, flush=True)
 
 
 def _check_in_slurm(seconds: float) -> None:
@@ -155,8 +166,16 @@ class Stopper:
     def __init__(self) -> None:
         #: The name of the signal that this process alone has noted.
         self.own: str | None = None
+        self._noted_at = 0.0
         self._before: dict[int, Any] = {}
         self._ranks: Any = None
+
+    @property
+    def seconds_left(self) -> float:
+        """The seconds from now until a stop that was noted becomes a kill."""
+        outside = _KILL_WAIT_SECONDS if os.environ.get("SLURM_JOB_ID") else _SHELL_SECONDS
+        grace = grace_seconds()
+        return (outside if grace is None else grace) - (time.monotonic() - self._noted_at if self.own else 0.0)
 
     @property
     def noted(self) -> str | None:
@@ -181,7 +200,7 @@ class Stopper:
             if self.own is not None:
                 raise KeyboardInterrupt
             os.write(2, b"\nstops after this step, with a checkpoint; Ctrl-C again interrupts at once\n")
-        self.own = signal.Signals(number).name
+        self.own, self._noted_at = signal.Signals(number).name, time.monotonic()
 
     def listen(self, *, interrupt: bool = True) -> None:
         """Note the signals from now on, in the main thread only; with ``interrupt`` also the first Ctrl-C. Again, after

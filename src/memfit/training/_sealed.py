@@ -30,6 +30,8 @@ from memfit.training._beat import beat
 from memfit.training._checkpoint import hold, report_damage, writing
 from memfit.training._process import check_save_seconds
 from memfit.training._ranks import Ranks
+from memfit.training._replay import is_known_beyond, journal_name
+from memfit.units import format_count
 
 SEAL = "SEAL.json"
 _MARK, _OLD = ".unsealed", ".replaced-"
@@ -38,6 +40,8 @@ _HALF_FILE = re.compile(r"\.(latest|best|ema_epoch_\d+\.pt)\.[\d-]+\.tmp")
 FORMAT = 4
 _SHAPE = {"memfit_seal": int, "step": int, "facts": dict, "files": dict}
 _THREADS, _READ_BYTES = 8, 1 << 20
+#: A resume goes back by so many seconds at most to be proved.
+_MOST_REPEATED_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -82,9 +86,11 @@ class SealedFolder:
     def folder_of(self, step: int) -> Path:
         return self.path / f"{self.prefix}{step}"
 
-    def holds(self, step: int) -> str:
-        """Return what a stop between two steps says of its checkpoint."""
+    def holds(self, step: int, more: int = 0) -> str:
+        """Return what a stop between two steps says of its checkpoint, behind which ``more`` steps were made."""
         kept = f"{self.folder_of(step)} holds all steps so far" if step else "nothing was trained yet"
+        if more:
+            return f"{kept}; {format_count(more, 'step')} more will be made again, to prove the resume."
         return f"{kept}: nothing will be repeated."
 
     def begin(self, step: int) -> Path:
@@ -172,10 +178,30 @@ class SealedFolder:
                 continue
             for one in damaged:
                 report_damage(one, f"Taken instead: {path.name}.")
-            return found
+            return self._proving(found) or found
         if damaged:
             raise damaged[0]
         return None
+
+    def _proving(self, newest: Sealed) -> Sealed | None:
+        """Return the checkpoint before the newest one if a kill left too few steps after this to prove a resume, and
+        that one is not much older."""
+        older = next((path for path in self.since(newest.path, newer=False) if (path / SEAL).exists()), None)
+        if older is None or is_known_beyond(newest.path) or not (older / journal_name()).exists():
+            return None
+        if (newest.path / SEAL).stat().st_mtime - (older / SEAL).stat().st_mtime > _MOST_REPEATED_SECONDS:
+            return None
+        with suppress(DamagedError):
+            return _read(older, int(older.name.removeprefix(self.prefix)))
+        return None
+
+    def since(self, path: Path, *, newer: bool = True) -> list[Path]:
+        """Return the checkpoints after one, oldest first; or those before it, newest first."""
+        paths, name = self._paths(), path.name.removeprefix(self.prefix)
+        if path.parent != self.path or not name.isdigit():
+            return []
+        found = [one for step, one in paths.items() if (step > int(name) if newer else step < int(name))]
+        return found[::-1] if newer else found
 
     def read(self, step: int) -> Sealed:
         """Return the checkpoint of a step, once its checksums were compared."""

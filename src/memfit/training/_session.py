@@ -9,11 +9,13 @@
 | ``begin()`` | all is loaded, and nothing is trained | all together |
 | ``loader(loader)`` | for each loader, before it is iterated; ``compare_data`` then refuses other data | each rank |
 | ``restore_draws()`` | before the first draw of a resumed epoch; does nothing a second time | each rank |
+| ``took(batch)`` | for each batch, before the step that it is of begins | each rank |
 | ``begin_step()``, ``is_open = True`` | before a step's first draw, and after its first batch | each rank |
 | ``position.batch``, ``.sample`` | count each batch, before the step that it ends | each rank |
-| ``stepped(loss)`` | after each step; ``meet()`` where a framework counts, and ``position`` was set | all together |
+| ``stepped(loss)`` | after each step; ``made(step)`` and ``meet()`` where a framework counts, and sets ``position`` | all together |
 | ``due()`` | elsewhere between two steps: at an epoch's begin, after a validation or a save | each rank |
-| ``settle(due, write)`` | as it is due, or ``save``, ``stop``; each rank writes into one folder | all together |
+| ``settle(due, write)`` | as it is due, or ``save``, ``stop``; each rank writes into one folder. A stop may let a step or
+two pass, ``is_leaving``: nothing is saved or validated in them | all together |
 | ``end_epoch(numbers)`` | after each epoch's last step, before its save | each rank |
 | ``go_back()`` | to take the newest checkpoint again, where the data can begin anew | all together |
 """
@@ -25,28 +27,31 @@ import enum
 import math
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
 
 from memfit.errors import MemfitError, UsageError
 from memfit.training._beat import beat, keep_beats, leave, lost_peers, peers_lost
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
-from memfit.training._checks import Checked, checked_arguments
+from memfit.training._checks import Checked, check_compiled, checked_arguments
 from memfit.training._identity import check_environment, environment, refuse_changed
 from memfit.training._journal import Journal, Unheard
 from memfit.training._loop_parts import GOES_ON, LoopParts, data_identity, is_stream, length_of
-from memfit.training._probes import check_first_forward, check_loader
+from memfit.training._notes import note_of
 from memfit.training._process import Stopper, rng_state, set_rng_state
 from memfit.training._ranks import SAVE, Ranks, leave_uncaught, order_sums
+from memfit.training._replay import PROVING_STEPS, Replay, heard_by
 from memfit.training._sealed import Sealed, SealedFolder
-from memfit.training._stream import KeyedStream, stream_identity
+from memfit.training._stream import KeyedStream, check_loader, stream_identity
 from memfit.training._workers import deaf_workers
+from memfit.units import list_some
 
 
 class Due(enum.IntEnum):
@@ -88,10 +93,12 @@ def _once(action: Callable[[], object]) -> object:
 class Session:
     """One training: its position, its keeper, its parts. Without a ``keeper`` of checkpoints it is watched alone.
     ``stream`` makes its random numbers functions of seed and position. ``every``, ``every_seconds`` and ``keep`` are as
-    in ``Loop``; with None the loop decides. ``allow`` is None where nobody can name a setting that may differ."""
+    in ``Loop``; with None the loop decides. ``allow`` is None where nobody can name a setting that may differ.
+    ``on_inexact``: ``stop`` or ``warn`` where a resume that is not exact is told; by default a training under keys
+    stops, unless ``allow`` has ``replay``."""
 
     @checked_arguments
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         parts: LoopParts,
         keeper: SealedFolder | None = None,
@@ -101,6 +108,7 @@ class Session:
         every_seconds: Checked[PositiveFloat | None] = None,
         keep: Checked[PositiveInt | None] = None,
         allow: Collection[str] | None = (),
+        on_inexact: str = "",
     ) -> None:
         self.parts, self.keeper, self.stream = parts, keeper, stream
         self.every, self.every_seconds, self.keep = every, every_seconds or math.inf, keep
@@ -118,6 +126,12 @@ class Session:
         self.stopper = Stopper()
         self._made: tuple[Any, Any] = (None, None)
         self._saved_at = math.inf
+        self.on_inexact = on_inexact
+        self.replay: Replay | None = None
+        self._is_judged, self._proves = True, Path()
+        #: The step after which a stop ends the training that has its checkpoint already.
+        self._last_step: int | None = None
+        self._stepped_at, self._step_seconds = 0.0, deque([0.0], 3)
 
     @property
     def ranks(self) -> Ranks | None:
@@ -134,6 +148,7 @@ class Session:
         """Take off what was put on, and decide what an error means: that a rank is lost, which ends this one with exit
         code 79; or, before the training has begun, that it cannot load its checkpoint."""
         self.at_end.close()
+        self._end_replay(error)
         is_foreign = isinstance(error, Exception) and not isinstance(error, MemfitError)
         if error is not None and is_foreign and self.ranks is not None and peers_lost(error):
             leave(lost_peers(error))
@@ -226,12 +241,12 @@ class Session:
             resumed.is_loaded = True
             self.journal.resume(resumed.path, (at.epoch, at.epoch_step))
         self.saved, self._saved_at = replace(at), time.monotonic()
+        self._begin_replay()
         if self.stream is not None:
             for wrapper in self.parts.wrappers() if self.ranks else ():
                 order_sums(wrapper)
             for model in self.parts.models().values():
-                handle = check_first_forward(model, lambda: self.is_open, self.allow)
-                self.at_end.callback(handle.remove)
+                check_compiled(model, self.allow)
 
     def _read_draws(self, path: Path) -> dict[str, Any]:
         """Return what this rank had drawn; one that was not there began its epoch as rank 0 did."""
@@ -252,8 +267,8 @@ class Session:
 
     # --- data
 
-    def loader(self, loader: Any, allow: Collection[str] = (), *, checks: bool = True) -> Any:
-        """Return a loader under keys, checked; without keys it is the same, its workers out of reach of signals."""
+    def loader(self, loader: Any, *, checks: bool = True) -> Any:
+        """Return a loader under keys, tried; without keys it is the same, its workers out of reach of signals."""
         if self.stream is None:
             if self.keeper is not None:
                 deaf_workers(getattr(loader, "base_dataloader", loader))
@@ -261,7 +276,7 @@ class Session:
         if self._made[0] is not loader:
             made = self.stream.loader(loader)
             if checks:
-                check_loader(loader, self.allow | {*allow})
+                check_loader(loader, self.allow)
             self._made = (loader, made)
         return self._made[1]
 
@@ -272,6 +287,9 @@ class Session:
             changed = refuse_changed((self.resumed or self.keeper).path, before, self.data, self.allow)
             if self.resumed is not None:
                 self.resumed.changed |= changed
+            if changed and self.replay is not None:
+                self.replay.forget()
+                self._is_judged = True
 
     # --- steps
 
@@ -279,20 +297,42 @@ class Session:
         if self.keeper is not None:
             beat(place, self.position.step)
 
+    def took(self, batch: Any) -> None:
+        """Note a batch of the next step, and at the first one after a checkpoint what the user's own state is."""
+        if self.replay is None:
+            return
+        if self.replay.is_note_due and not self.is_open:
+            self.replay.note(self.position.step, note_of(self.parts.models().values(), self.parts.optimizers()))
+        self.replay.took(batch)
+
     def begin_step(self) -> None:
         """Seed what the model draws in the next step, if none is open."""
         if self.stream is not None and not self.is_open:
             self.stream.step(self.position.step)
         self.beat("microbatch")
 
-    def stepped(self, loss: Any = None, num_steps: int = 0, device: Any = None, *, has_voted: bool = False) -> Due:
+    def stepped(
+        self, loss: Any = None, num_steps: int = 0, device: Any = None, *, parts: int = 1, has_voted: bool = False
+    ) -> Due:
         """Count a step, and hear what all ranks ask for, unless they have voted in it. ``num_steps``: those of the
-        epoch, as far as is known."""
+        epoch, as far as is known. ``parts``: how often a step without keys went backward."""
         at, self.is_open = self.position, False
         at.step, at.epoch_step = at.step + 1, at.epoch_step + 1
         where = {"epoch": at.epoch + 1, "step": at.epoch_step, "num_steps": max(num_steps, at.epoch_step)}
         self.journal.step(where, loss, device)
+        if self.replay is not None and self.stream is None:
+            self.replay.heard(math.nan if loss is None else loss, parts)
+        self.made(at.step)
         return self.due() if has_voted else self.meet()
+
+    def made(self, step: int) -> None:
+        """Compare a step that was made with what it was, if it is made again; UsageError if that is not the same."""
+        before, self._stepped_at = self._stepped_at, time.monotonic()
+        if before:
+            self._step_seconds.append(self._stepped_at - before)
+        if self.replay is not None:
+            self.replay.end_step(step)
+            self._judge()
 
     def meet(self) -> Due:
         self.stopper.vote(self.position.step)
@@ -312,6 +352,8 @@ class Session:
         is_lost = course is not None and batch > 0 and course.at(batch).get("source", 0) is None
         if self.is_open or is_lost:
             return Due.NOTHING
+        if self._last_step is not None:
+            return Due.STOP if self.position.step >= self._last_step else Due.NOTHING
         if self.stopper.noted:
             return Due.STOP
         asked = self._wants() if self.ranks is None else self.ranks.request
@@ -323,6 +365,8 @@ class Session:
         if numbers is not None:
             self.journal.epoch(at.epoch + 1, numbers, self.journal.pace())
         self.position, self.resumed = Position(epoch=at.epoch + 1, step=at.step), None
+        if self.replay is not None:
+            self.replay.drop()
         if self.course is not None:
             self.course.draws = {}
 
@@ -334,7 +378,7 @@ class Session:
 
     def settle(self, due: Due, write: Callable[[Path], object], where: str = "", **facts: Any) -> None:
         """Save what is due and not saved, and stop if a signal asked for it."""
-        if due and self.is_unsaved:
+        if due and self.is_unsaved and not self.is_leaving:
             self.journal.phase("checkpoint")
             self.save(write, **facts)
             self.journal.phase("train")
@@ -362,15 +406,82 @@ class Session:
         if self.keep:
             keeper.prune(self.keep)
         self.saved, self._saved_at = replace(at), time.monotonic()
+        if self.replay is not None:
+            self.replay.seal(path)
         return path
 
-    def stop(self, where: str = "") -> NoReturn:
-        """End with exit code 75: nothing was trained since the newest checkpoint."""
-        at = self.position
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a stop has saved, and steps are made for the proof alone."""
+        return self._last_step is not None
+
+    def stop(self, where: str = "", *, at_once: bool = False) -> None:
+        """End with exit code 75: nothing was trained since the newest checkpoint. If there is time, let the steps
+        pass first that prove the resume; ``at_once``: none follows, or other ranks are not here."""
+        at, saved = self.position, self.saved
+        if self.replay is not None and not self.is_leaving and saved.step:
+            self.replay.mark(saved.step)
+            if not at_once and self.keeper is not None and self.keeper.lead(self._has_time):
+                self._last_step, self._where = at.step + PROVING_STEPS, where
+                return
         kept = "without a folder of checkpoints nothing is saved: it will start over."
         if self.keeper is not None:
-            kept = self.keeper.holds(at.step)
-        raise self.stopper.end(where or f"after step {at.step}", kept, epoch=at.epoch, step=at.epoch_step)
+            kept = self.keeper.holds(saved.step, at.step - saved.step)
+        place = (self._where if self.is_leaving else where) or f"after step {saved.step}"
+        raise self.stopper.end(place, kept, epoch=saved.epoch, step=saved.epoch_step)
+
+    def _has_time(self) -> bool:
+        """Return whether half of what a stop leaves is enough for the steps that prove the resume."""
+        return 0 < self._step_seconds[-1] and min(self._step_seconds) * PROVING_STEPS < self.stopper.seconds_left / 2
+
+    # --- the proof of a resume
+
+    def _begin_replay(self) -> None:
+        on_inexact = self.on_inexact or ("warn" if "replay" in self.allow else "stop") * (self.stream is not None)
+        if self.keeper is None or not on_inexact:
+            return
+        self.on_inexact = on_inexact
+        if self.replay is None:
+            self.replay = Replay(self.ranks.rank if self.ranks is not None else 0)
+            self.at_end.callback(heard_by(self.replay))
+        resumed = self.resumed
+        if resumed is not None and resumed.sealed is not None:
+            self.replay.open([resumed.path, *self.keeper.since(resumed.path)], self.position.step)
+            if resumed.changed:
+                self.replay.forget()
+            self._is_judged, self._proves = bool(resumed.changed), resumed.path
+
+    def _judge(self, *, is_over: bool = False) -> None:
+        """Say once, when the steps of before were made again, how they came out; end what is not exact."""
+        replay, path = self.replay, self._proves
+        if replay is None or self._is_judged or not (replay.difference or is_over or not replay.num_left):
+            return
+        self._is_judged = True
+        if not replay.difference:
+            self.journal.verdict("proved", replay.verdict(path))
+            return
+        what = f"This resume is NOT exact: {replay.difference}{replay.words}"
+        self.journal.verdict("inexact", what, is_said=self.on_inexact == "warn")
+        if self.on_inexact == "warn":
+            return
+        own = list_some(replay.strange) or "what moves"
+        raise UsageError(
+            f"{what}.",
+            rule=f"exact: the steps after {path} are made again and compared; what no checkpoint holds begins anew.",
+            remedy=f"let a checkpoint hold {own} (a state_dict, a buffer), or make it a function of the step, and start "
+            'over in another folder; or pass allow=("replay",) to go on to other weights',
+        )
+
+    def _end_replay(self, error: BaseException | None) -> None:
+        replay, self.replay = self.replay, None
+        if replay is None:
+            return
+        if error is None and replay.compared:
+            self.replay = replay
+            self._judge(is_over=True)
+            self.replay = None
+        replay.mark(self.position.step)
+        replay.close()
 
 
 class Course:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,14 +19,20 @@ import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, default_convert
 
-from memfit.errors import UsageError
+from memfit.errors import MemfitError, UsageError
+from memfit.rundir import record
 from memfit.training._loaders import remade
+from memfit.training._process import preserved_rng, say
+from memfit.training._ranks import first_line
+from memfit.training._replay import digest_of
 from memfit.training._workers import deaf_workers
 
 #: The version of what is drawn under which key. Another one would be another training.
 STREAM = 1
 #: What stands in a key where an item has its index.
 _ORDER, _COLLATION, _BATCH = -1, -2, -3
+#: The most samples of a batch that are made to try a loader.
+_NUM_TRIED = 8
 
 #: NumPy generators that no ``keyed_rng`` uses now: one within another has its own.
 _SPARE_BITS = [np.random.MT19937(0)]
@@ -67,7 +73,7 @@ class KeyedDataset(Dataset[Any]):
 
     Args:
         dataset: Its ``__getitem__`` may draw from the global generators of Python, NumPy and torch (on the CPU). Its
-            ``set_epoch``, if any, is called in the process that makes an item. A generator of its own is refused.
+            ``set_epoch``, if any, is called in the process that makes an item.
         seed: Other seeds, other draws.
 
     Example:
@@ -328,3 +334,50 @@ def why_not_keyed(loader: Any) -> tuple[str, str] | None:
         why = "The training loader's sampler has no length, so it may have no end."
         return why, "give it a __len__: the samples of an epoch"
     return None
+
+
+# --- a trial of a loader
+
+
+def check_loader(loader: DataLoader[Any], allow: Collection[str] | None = ()) -> None:
+    """Draw the order of two batches and make the first one, each twice under the same key; refuse what differs, unless
+    ``allow`` names it. A loader that cannot be tried is reported, and its training goes on. ``allow`` is None in a
+    Trainer, which allows all or nothing."""
+    keyed, allowed = KeyedStream(0).loader(loader), allow or ()
+    try:
+        with preserved_rng():
+            keys: Any = keyed.sampler if keyed.batch_sampler is None else keyed.batch_sampler
+            order, again = (list(itertools.islice(keys, 2)) for _ in range(2))
+            if "sampler" not in allowed and digest_of(order) != digest_of(again):
+                cure = "let it draw from the global generators of torch, NumPy or Python, or from its own `generator`"
+                raise _refused("The sampler gives another order under the same key.", cure, "sampler", allow)
+            first, second = ([] if "data" in allowed else [_few(keyed, one) for one in order[:1]] for _ in range(2))
+            if digest_of(first) != digest_of(second):
+                cure = "draw from the global generators of torch, NumPy or Python, and read no clock"
+                raise _refused("The first batch differs when it is made a second time.", cure, "data", allow)
+    except MemfitError:
+        raise
+    except Exception as error:
+        text = f"the training data could not be tried before the first step: {first_line(error)}"
+        record("untried", text=text)
+        say(text if allow is None else f"{text}; allow=('data',) leaves this out")
+
+
+def _few(loader: DataLoader[Any], keys: Any) -> Any:
+    """Make a batch of its first samples; of all where it cannot be made of fewer."""
+    data: Any = loader.dataset
+    if loader.batch_sampler is None:
+        return loader.collate_fn(data[keys])
+    try:
+        return loader.collate_fn(data.__getitems__(list(keys)[:_NUM_TRIED]))
+    except Exception:
+        return loader.collate_fn(data.__getitems__(list(keys)))
+
+
+def _refused(what: str, cure: str, name: str, allow: Collection[str] | None) -> UsageError:
+    way = "allow_inexact=True" if allow is None else f"allow={(*sorted(allow), name)!r}"
+    return UsageError(
+        what,
+        rule="exact: order and batches are functions of the seed and the position, so a second draw gives the same.",
+        remedy=f"{cure}; or pass {way}",
+    )

@@ -1,0 +1,381 @@
+"""Prove a resume: what each step did is kept beside its checkpoint, and compared when the step is made again.
+
+A line holds an optimizer step's batches and random state as checksums, its losses to the bit, the rates and settings of
+its optimizers. It goes to the page cache, which a kill leaves as it is. What a GPU computes is read once it is there.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import random
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from memfit.units import format_count, list_some
+
+#: From so many bytes on a sum of integers is faster than a CRC-32.
+_LARGE_BYTES = 1 << 20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_DEPTH, _MOST_ITEMS, _NUM_SAMPLED = 6, 10_000, 4096
+#: The parts of a line that must be the same; ``draws`` only explains what is not.
+_COMPARED = ("batch", "loss", "rate", "settings")
+#: The steps after a checkpoint that prove a resume from it.
+PROVING_STEPS = 2
+
+
+# --- checksums
+
+
+def digest_of(value: Any) -> int:
+    """Return a checksum of plain values, tensors, arrays, generators and containers of these, the same in each process.
+    >>> digest_of({"x": torch.ones(2), "n": [1, "a"]}) == digest_of({"n": [1, "a"], "x": torch.ones(2)})
+    True
+    """
+    return _crc([int(one) for one in leaves_of(value)])
+
+
+def leaves_of(value: Any, depth: int = _DEPTH, *, sampled: bool = False) -> Iterator[int | torch.Tensor]:
+    """Yield the checksums of what a value holds; those of a device's tensors are tensors there. Other objects than
+    ``digest_of`` names have none. ``sampled``: of a large tensor or array only some elements count."""
+    if isinstance(value, torch.Tensor):
+        yield from _of_tensor(value.detach(), sampled=sampled)
+    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
+        yield _crc(value)
+    elif isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            yield from leaves_of(value.tolist(), depth - 1, sampled=sampled)
+        else:
+            value = value.reshape(-1)[:: max(1, value.size // _NUM_SAMPLED)] if sampled else value
+            yield zlib.crc32(np.ascontiguousarray(value).tobytes(), _crc((value.dtype.str, value.shape)))
+    elif isinstance(value, np.random.Generator | np.random.RandomState):
+        bits = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator  # type: ignore[attr-defined]
+        yield _crc(str(bits.state))
+    elif isinstance(value, random.Random):
+        yield _crc(value.getstate())
+    elif isinstance(value, torch.Generator):
+        yield from _of_tensor(value.get_state())
+    elif depth and isinstance(value, Mapping):
+        for key in sorted(value, key=repr):
+            yield _crc(key)
+            yield from leaves_of(value[key], depth - 1, sampled=sampled)
+    elif depth and isinstance(value, (list, tuple, collections.deque, set, frozenset)):
+        if len(value) <= _MOST_ITEMS:
+            for one in sorted(value, key=repr) if isinstance(value, set | frozenset) else value:
+                yield from leaves_of(one, depth - 1, sampled=sampled)
+        yield len(value)
+    elif depth and not sampled and not isinstance(value, type) and hasattr(value, "__dict__"):  # a batch's own class
+        yield from leaves_of(vars(value), depth - 1)
+
+
+def _crc(value: Any) -> int:
+    return zlib.crc32(repr(value).encode())
+
+
+def _of_tensor(value: torch.Tensor, *, sampled: bool = False) -> Iterator[int | torch.Tensor]:
+    yield _crc((str(value.dtype), tuple(value.shape)))
+    if value.layout is not torch.strided:
+        value = value.to_dense()
+    if value.is_meta or not value.numel():
+        return
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    if sampled:
+        value = value.reshape(-1)[:: max(1, value.numel() // _NUM_SAMPLED)]
+    if value.device.type == "cpu" and value.nbytes < _LARGE_BYTES:
+        yield zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        return
+    rows = value.view(_INTEGERS[value.element_size()]).reshape(len(value) if value.ndim else 1, -1)
+    weights = torch.arange(1, len(rows) + 1, device=rows.device)
+    total = (rows.sum(1, dtype=torch.int64) * weights).sum()  # wraps: the same in any order
+    yield total if value.device.type == "cuda" else int(total)
+
+
+def _draws() -> int:
+    """Return a checksum of the global generators' state."""
+    numpy = np.random.get_state(legacy=False)["state"]  # type: ignore[index]
+    found = zlib.crc32(torch.get_rng_state().numpy(), zlib.crc32(numpy["key"].tobytes(), int(numpy["pos"])))
+    return (found ^ hash(random.getstate()[1])) & 0xFFFFFFFF
+
+
+# --- the journal
+
+
+@dataclass
+class _Step:
+    """What is known of the step under way. Losses and checksums may be a device's tensors."""
+
+    batch: list[list[Any]] = field(default_factory=list)
+    loss: list[Any] = field(default_factory=list)
+    rate: list[Any] = field(default_factory=list)
+    settings: list[int] = field(default_factory=list)
+    parts: int = 0
+
+
+class Replay:
+    """The journal of one rank of one training. ``difference`` says of the first step that did not come out as before
+    what differed; ``compared`` are the steps that did; ``strange`` are the names of what stood otherwise at the
+    checkpoint that it goes on from."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.difference = ""
+        self.compared: list[int] = []
+        self.strange: list[str] = []
+        #: Why the steps from one on are not compared.
+        self.split = ""
+        #: The relative difference of losses that passes for none.
+        self.tolerance = 0.0
+        self.worst = 0.0
+        self._old: dict[int, dict[str, Any]] = {}
+        self._old_notes: dict[int, dict[str, int]] = {}
+        self._file: Any = None
+        self._now = _Step()
+        self._late: collections.deque[tuple[int, _Step, int, Any, Any]] = collections.deque()
+        self.is_note_due = False
+
+    @property
+    def num_left(self) -> int:
+        """The steps of before that are to be made again."""
+        return len(self._old)
+
+    def open(self, paths: Sequence[Path], step: int) -> None:
+        """Go on from the checkpoint ``paths[0]`` of this step; the journals of these checkpoints hold what came after."""
+        self.close()
+        self._old, self._old_notes, self._now = {}, {}, _Step()
+        for line in (line for path in paths for line in _lines(path / self._name)):
+            if "note" in line and line["at"] >= step:
+                self._old_notes[line["at"]] = line["note"]
+            elif "loss" in line and line["at"] > step:
+                self._old[line["at"]] = line
+        self._begin(paths[0])
+
+    @property
+    def words(self) -> str:
+        """What stood otherwise at the checkpoint, as the end of a sentence."""
+        return f"; what differs since the checkpoint: {list_some(self.strange)}" if self.strange else ""
+
+    def verdict(self, path: Path) -> str:
+        """Say how the steps after this checkpoint came out, of which none differs."""
+        steps = self.compared
+        if not steps:
+            return f"not proved: {self.split or f'no step after {path.name} was kept to compare with'}{self.words}"
+        which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        about = f", to {self.worst:.1g} of the loss" if self.worst else ""
+        return f"{which} came out as before{about}{f'; then {self.split}' if self.split else ''}{self.words}"
+
+    def forget(self) -> None:
+        """Compare nothing: settings were changed."""
+        self._old, self._old_notes = {}, {}
+
+    def seal(self, path: Path) -> None:
+        """Write what follows beside this new checkpoint."""
+        self.read_late(wait=True)
+        self._begin(path)
+
+    def _begin(self, path: Path) -> None:
+        self.close()
+        with suppress(OSError):  # without a journal nothing is proved, and nothing fails
+            self._file = open(path / self._name, "a", buffering=1)
+        self.is_note_due = True
+
+    @property
+    def _name(self) -> str:
+        return journal_name(self.rank)
+
+    def close(self) -> None:
+        self.read_late(wait=True)
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def mark(self, step: int) -> None:
+        """Say that this training has left after a step, and was not killed."""
+        self._write({"left": step})
+
+    def note(self, step: int, found: Mapping[str, int]) -> None:
+        """Keep what the user's own state is at a checkpoint, or compare it with what it was."""
+        self.is_note_due = False
+        was = self._old_notes.pop(step, None)
+        if was is not None:
+            self.strange = [name for name in was if name in found and was[name] != found[name]]
+            self.strange += [name for name in was if name not in found and not name.endswith(")")]
+        if was != found:
+            self._write({"at": step, "note": found})
+
+    # --- what a step does
+
+    def took(self, batch: Any) -> None:
+        if self._file is not None:
+            self._now.batch.append(list(leaves_of(batch)))
+
+    def drop(self) -> None:
+        """Forget the batches of a step that was not made."""
+        self._now = _Step()
+
+    def heard(self, loss: torch.Tensor | float, parts: int = 1) -> None:
+        """Note what a step goes backward from, in how many parts; outside of a step nothing."""
+        if not self._now.batch:
+            return
+        if isinstance(loss, torch.Tensor):
+            found = loss.detach().sum()  # of its own: a loop may add to its loss in place
+            loss = found.double() if found.device.type == "cuda" else found.item()
+        self._now.loss.append(loss)
+        self._now.parts += parts
+
+    def moved(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Note an optimizer's step."""
+        if not self._now.batch:
+            return
+        for group in optimizer.param_groups:
+            self._now.rate.append(group.get("lr"))
+            plain = [(name, value) for name, value in group.items() if isinstance(value, (int, float, tuple))]
+            self._now.settings.append(_crc([pair for pair in plain if pair[0] != "lr"]))
+
+    def end_step(self, step: int) -> None:
+        """Write or compare the line of a step; of one whose numbers are on a GPU later."""
+        if not self._now.batch:
+            return
+        now, self._now = self._now, _Step()
+        late = [one for one in (*sum(now.batch, []), *now.loss, *now.rate) if isinstance(one, torch.Tensor)]
+        late = [one for one in late if one.device.type == "cuda"]
+        values, event = None, None
+        if late:
+            packed = torch.stack(
+                [one.reshape(()).double().view(torch.int64) if one.is_floating_point() else one for one in late]
+            )
+            values = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._late.append((step, now, _draws(), values, event))
+        self.read_late()
+
+    def read_late(self, *, wait: bool = False) -> None:
+        """Write or compare the lines of the steps whose numbers have come."""
+        while self._late and (self._late[0][-1] is None or wait or self._late[0][-1].query()):
+            step, now, draws, values, event = self._late.popleft()
+            if event is not None:
+                event.synchronize()
+            numbers = iter(values.tolist() if values is not None else ())
+
+            def read(one: Any, numbers: Iterator[int] = numbers) -> Any:
+                if not isinstance(one, torch.Tensor):
+                    return one
+                if one.device.type != "cuda":
+                    return one.item()
+                number = next(numbers)
+                return struct.unpack("d", struct.pack("q", number))[0] if one.is_floating_point() else number
+
+            batch = [_crc([read(one) for one in leaves]) for leaves in now.batch]
+            loss, rate = [read(one) for one in now.loss], [read(one) for one in now.rate]
+            line = {"batch": batch, "loss": [float(one).hex() for one in loss], "rate": rate, "parts": now.parts}
+            self._line({"at": step, **line, "settings": now.settings, "draws": draws})
+
+    def _line(self, line: dict[str, Any]) -> None:
+        was = self._old.pop(line["at"], None)
+        if was is not None and not self.difference:
+            differing = [name for name in _COMPARED if was.get(name) != line[name]]
+            if differing == ["loss"] and was["parts"] == line["parts"]:
+                pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in zip(was["loss"], line["loss"], strict=True)]
+                apart = max(abs(a - b) / max(abs(a), 1e-12) for a, b in pairs)
+                if apart <= self.tolerance:
+                    self.worst, differing = max(self.worst, apart), []
+            if differing == ["loss"] and was["parts"] != line["parts"]:  # memory was found to be short, or not
+                self.split = f"step {line['at']} was made in {was['parts']} parts and is in {line['parts']} now"
+                self._old = {}
+            elif differing:
+                self.difference = f"step {line['at']} is not what it was: {_describe(was, line, differing)}"
+                self._old = {}
+            else:
+                self.compared.append(line["at"])
+        if was != line:
+            self._write(line)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def journal_name(rank: int = 0) -> str:
+    return f"replay-{rank}.jsonl" if rank else "replay.jsonl"
+
+
+def is_known_beyond(path: Path) -> bool:
+    """Return whether enough steps after a checkpoint are in its journal, or its training has left there; True also of
+    one that keeps no journal."""
+    if not (path / journal_name()).exists():
+        return True
+    lines = list(_lines(path / journal_name()))
+    return (
+        any("left" in line for line in lines) or len({line["at"] for line in lines if "loss" in line}) >= PROVING_STEPS
+    )
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with suppress(OSError), open(path) as file:
+        for text in file:
+            with suppress(ValueError):  # the last one may be torn
+                line = json.loads(text)
+                if isinstance(line, dict) and ("at" in line or "left" in line):
+                    yield line
+
+
+def _describe(was: Mapping[str, Any], now: Mapping[str, Any], differing: Sequence[str]) -> str:
+    words = []
+    for name in ("loss", "rate"):
+        if name in differing:
+            pairs = list(
+                zip(
+                    *([float.fromhex(one) if name == "loss" else one for one in line[name]] for line in (now, was)),
+                    strict=False,
+                )
+            )
+            one, other = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0] if pairs else ("none", "none"))
+            digits = ".6g" if isinstance(one, float) and f"{one:.6g}" != f"{other:.6g}" else ""
+            words.append(
+                f"{name} {one:{digits}} in place of {other:{digits}}"
+                if len(now[name]) == len(was[name])
+                else f"{len(now[name])} numbers of its {name} in place of {len(was[name])}"
+            )
+    words += ["other settings of an optimizer"] * ("settings" in differing)
+    words += [_batches(was["batch"], now["batch"])] if "batch" in differing else []
+    same = [name for name in ("batch", "rate") if name not in differing]
+    words += [f"the {' and the '.join(same)} the same"] if same else []
+    return ", ".join(words) + ", and other random numbers were drawn" * (was.get("draws") != now["draws"])
+
+
+def _batches(was: Sequence[int], now: Sequence[int]) -> str:
+    if len(was) != len(now):
+        return f"{format_count(len(now), 'batch')} in place of {len(was)}"
+    number = next(number for number, pair in enumerate(zip(was, now, strict=True), 1) if pair[0] != pair[1])
+    return "another batch" + f" (number {number} of {len(now)})" * (len(now) > 1)
+
+
+def heard_by(replay: Replay) -> Callable[[], None]:
+    """Let a journal hear each ``loss.backward()`` and each optimizer's step; return what ends that."""
+    own = torch.Tensor.backward
+
+    @functools.wraps(own)
+    def backward(loss: torch.Tensor, *args: Any, **options: Any) -> Any:
+        replay.heard(loss)
+        return own(loss, *args, **options)
+
+    setattr(torch.Tensor, "backward", backward)  # noqa: B010 - mypy lets no method be assigned
+    hook = register_optimizer_step_post_hook(replay.moved)
+
+    def end() -> None:
+        setattr(torch.Tensor, "backward", own)  # noqa: B010
+        hook.remove()
+
+    return end
