@@ -12,10 +12,11 @@
 | ``took(batch)`` | for each batch, before the step that it is of begins | each rank |
 | ``begin_step()``, ``is_open = True`` | before a step's first draw, and after its first batch | each rank |
 | ``position.batch``, ``.sample`` | count each batch, before the step that it ends | each rank |
-| ``stepped(loss)`` | after each step; ``made(step)`` and ``meet()`` where a framework counts, and sets ``position`` | all together |
+| ``stepped(loss)`` | after each step | all together |
+| ``made(step)``, ``meet()`` | after each step where a framework counts, and ``position`` is set | all together |
 | ``due()`` | elsewhere between two steps: at an epoch's begin, after a validation or a save | each rank |
-| ``settle(due, write)`` | as it is due, or ``save``, ``stop``; each rank writes into one folder. A stop may let a step or
-two pass, ``is_leaving``: nothing is saved or validated in them | all together |
+| ``settle(due, write)`` | as it is due, or ``save``, ``stop``; each rank writes into one folder | all together |
+| | ``stop`` may let steps pass first, ``is_leaving``: there nothing is saved or validated | |
 | ``end_epoch(numbers)`` | after each epoch's last step, before its save | each rank |
 | ``go_back()`` | to take the newest checkpoint again, where the data can begin anew | all together |
 """
@@ -432,7 +433,7 @@ class Session:
 
     def _has_time(self) -> bool:
         """Return whether half of what a stop leaves is enough for the steps that prove the resume."""
-        return 0 < self._step_seconds[-1] and min(self._step_seconds) * PROVING_STEPS < self.stopper.seconds_left / 2
+        return self._step_seconds[-1] > 0 and min(self._step_seconds) * PROVING_STEPS < self.stopper.seconds_left / 2
 
     # --- the proof of a resume
 
@@ -464,12 +465,13 @@ class Session:
         self.journal.verdict("inexact", what, is_said=self.on_inexact == "warn")
         if self.on_inexact == "warn":
             return
-        own = list_some(replay.strange) or "what moves"
+        own, way = list_some(replay.strange) or "what moves", "allow=('replay',)"
+        way = way if self._has_allow else "allow_inexact=True"
         raise UsageError(
             f"{what}.",
             rule=f"exact: the steps after {path} are made again and compared; what no checkpoint holds begins anew.",
-            remedy=f"let a checkpoint hold {own} (a state_dict, a buffer), or make it a function of the step, and start "
-            'over in another folder; or pass allow=("replay",) to go on to other weights',
+            remedy=f"let a checkpoint hold {own} (state_dict, a buffer), or make it a function of the step, and start "
+            f"over in another folder; or pass {way} to go on to other weights",
         )
 
     def _end_replay(self, error: BaseException | None) -> None:
