@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 import enum
 import math
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -36,17 +37,18 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from pydantic import PositiveFloat, PositiveInt
 
 from memfit.errors import MemfitError, UsageError
 from memfit.training._beat import beat, keep_beats, leave, lost_peers, peers_lost
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
-from memfit.training._checks import check_compiled
+from memfit.training._checks import Checked, check_compiled, checked_arguments
 from memfit.training._identity import check_environment, environment, refuse_changed
 from memfit.training._journal import Journal, Unheard
 from memfit.training._loop_parts import GOES_ON, LoopParts, data_identity, is_stream, length_of
 from memfit.training._notes import note_of
 from memfit.training._process import Stopper, rng_state, set_rng_state
-from memfit.training._ranks import Ranks, leave_uncaught, order_sums
+from memfit.training._ranks import SAVE, Ranks, leave_uncaught, order_sums
 from memfit.training._replay import PROVING_STEPS, Replay, heard_by
 from memfit.training._sealed import Sealed, SealedFolder
 from memfit.training._stream import KeyedStream, check_loader, stream_identity
@@ -92,24 +94,27 @@ def _once(action: Callable[[], object]) -> object:
 
 class Session:
     """One training: its position, its keeper, its parts. Without a ``keeper`` of checkpoints it is watched alone.
-    ``stream`` makes its random numbers functions of seed and position. ``every``: a checkpoint after so many optimizer
-    steps; ``keep``: the newest checkpoints that stay. With 0, the loop decides both. ``allow`` is None where nobody can
-    name a setting that may differ. ``on_inexact``: ``stop`` or ``warn`` where a resume that is not exact is told; by
-    default a training under keys stops, unless ``allow`` has ``replay``."""
+    ``stream`` makes its random numbers functions of seed and position. ``every``, ``every_seconds`` and ``keep`` are as
+    in ``Loop``; with None the loop decides. ``allow`` is None where nobody can name a setting that may differ.
+    ``on_inexact``: ``stop`` or ``warn`` where a resume that is not exact is told; by default a training under keys
+    stops, unless ``allow`` has ``replay``."""
 
-    def __init__(
+    @checked_arguments
+    def __init__(  # noqa: PLR0913
         self,
         parts: LoopParts,
         keeper: SealedFolder | None = None,
         *,
         stream: KeyedStream | None = None,
-        every: int = 0,
-        keep: int = 0,
+        every: Checked[PositiveInt | None] = None,
+        every_seconds: Checked[PositiveFloat | None] = None,
+        keep: Checked[PositiveInt | None] = None,
         allow: Collection[str] | None = (),
         on_inexact: str = "",
     ) -> None:
         self.parts, self.keeper, self.stream = parts, keeper, stream
-        self.every, self.keep, self.allow, self._has_allow = every, keep, frozenset(allow or ()), allow is not None
+        self.every, self.every_seconds, self.keep = every, every_seconds or math.inf, keep
+        self.allow, self._has_allow = frozenset(allow or ()), allow is not None
         self.journal = Journal()
         self.position, self.saved = Position(), Position()
         #: Whether the step under way has taken a batch: nothing can be saved.
@@ -122,6 +127,7 @@ class Session:
         self.at_end = ExitStack()
         self.stopper = Stopper()
         self._made: tuple[Any, Any] = (None, None)
+        self._saved_at = math.inf
         self.on_inexact = on_inexact
         self.replay: Replay | None = None
         self._is_judged, self._proves = True, Path()
@@ -174,6 +180,7 @@ class Session:
         if self.keeper is not None:
             self.keeper.ranks = ranks
             self.stopper.join(ranks)
+            ranks.wants = self._wants
             keep_beats(self.keeper.path)
             leave_uncaught()  # an error in a generator's consumer passes no end
 
@@ -235,7 +242,7 @@ class Session:
                     check_environment(resumed.path, self.facts["environment"])
             resumed.is_loaded = True
             self.journal.resume(resumed.path, (at.epoch, at.epoch_step))
-        self.saved = replace(at)
+        self.saved, self._saved_at = replace(at), time.monotonic()
         self._begin_replay()
         if self.stream is not None:
             for wrapper in self.parts.wrappers() if self.ranks else ():
@@ -330,11 +337,18 @@ class Session:
             self._judge()
 
     def meet(self) -> Due:
-        step, every = self.position.step, self.every
-        self.stopper.vote(step)
-        return self.due(is_time=every > 0 and step // every > self.saved.step // every)
+        self.stopper.vote(self.position.step)
+        return self.due()
 
-    def due(self, *, is_time: bool = False) -> Due:
+    def _wants(self) -> int:
+        """Return the signal that this process has noted, or ``SAVE`` if one is due, which rank 0 decides; else 0."""
+        if self.stopper.own is not None:
+            return int(signal.Signals[self.stopper.own])
+        is_old, every = time.monotonic() - self._saved_at >= self.every_seconds, self.every
+        is_due = is_old or (every is not None and self.position.step // every > self.saved.step // every)
+        return SAVE if is_due and (self.ranks is None or self.ranks.rank == 0) else 0
+
+    def due(self) -> Due:
         """Return what is to be done here: nothing within a step, or where nobody knows how the data go on."""
         batch, course = self.position.batch, self.course
         is_lost = course is not None and batch > 0 and course.at(batch).get("source", 0) is None
@@ -344,7 +358,8 @@ class Session:
             return Due.STOP if self.position.step >= self._last_step else Due.NOTHING
         if self.stopper.noted:
             return Due.STOP
-        return Due.SAVE if is_time and self.is_unsaved else Due.NOTHING
+        asked = self._wants() if self.ranks is None else self.ranks.request
+        return Due.SAVE if asked == SAVE and self.is_unsaved else Due.NOTHING
 
     def end_epoch(self, numbers: Mapping[str, float] | None = None) -> None:
         """Begin the next epoch, and record the one that is over; None: its loop does that itself, later."""
@@ -392,7 +407,7 @@ class Session:
         keeper.seal(at.step, {"epoch": at.epoch, **own, **facts})
         if self.keep:
             keeper.prune(self.keep)
-        self.saved = replace(at)
+        self.saved, self._saved_at = replace(at), time.monotonic()
         if self.replay is not None:
             self.replay.seal(path)
         return path
