@@ -217,7 +217,7 @@ class Replay:
         was = self._old_notes.pop(step, None)
         if was is not None:
             self.strange = [name for name in was if name in found and was[name] != found[name]]
-            self.strange += [name for name in was if name not in found and not name.endswith(")")]
+            self.strange += [name for name in was if name not in found and "(local)" not in name]
         if was != found:
             self._write({"at": step, "note": found})
 
@@ -292,6 +292,8 @@ class Replay:
         was = self._old.pop(line["at"], None)
         if was is not None and not self.difference:
             differing = [name for name in _COMPARED if was.get(name) != line[name]]
+            if not (was["rate"] and line["rate"]):  # a rank may have been given what another one's step has made
+                differing = [name for name in differing if name not in ("rate", "settings")]
             if differing == ["loss"] and was["parts"] == line["parts"] and self._drifts_by(was["loss"], line["loss"]):
                 self._drift = (
                     self._drift or f" but for kernels that do not repeat to the bit, from step {line['at']} on"

@@ -289,9 +289,8 @@ class Session:
             changed = refuse_changed((self.resumed or self.keeper).path, before, self.data, self.allow)
             if self.resumed is not None:
                 self.resumed.changed |= changed
-            if changed and self.replay is not None:
-                self.replay.forget()
-                self._is_judged = True
+            if changed:
+                self.waive()
 
     # --- steps
 
@@ -304,7 +303,7 @@ class Session:
         if self.replay is None:
             return
         if self.replay.is_note_due and not self.is_open:
-            self.replay.note(self.position.step, note_of(self.parts.models().values(), self.parts.optimizers()))
+            self.replay.note(self.position.step, note_of(self.parts.models().values()))
         self.replay.took(batch)
 
     def begin_step(self) -> None:
@@ -329,7 +328,7 @@ class Session:
 
     def made(self, step: int) -> None:
         """Compare a step that was made with what it was, if it is made again; UsageError if that is not the same."""
-        before, self._stepped_at = self._stepped_at, time.monotonic()
+        before, self._stepped_at = self._stepped_at, time.perf_counter()
         if before:
             self._step_seconds.append(self._stepped_at - before)
         if self.replay is not None:
@@ -453,9 +452,15 @@ class Session:
                 self.replay.drifts = "always"
             elif any(one.is_cuda for model in self.parts.models().values() for one in model.parameters()):
                 self.replay.drifts = "" if torch.are_deterministic_algorithms_enabled() else "later"
+            self._is_judged, self._proves = False, resumed.path
             if resumed.changed:
-                self.replay.forget()
-            self._is_judged, self._proves = bool(resumed.changed), resumed.path
+                self.waive()
+
+    def waive(self) -> None:
+        """Compare no step with what it was: settings are other ones."""
+        if self.replay is not None:
+            self.replay.forget()
+        self._is_judged = True
 
     def _judge(self, *, is_over: bool = False) -> None:
         """Say once, when the steps of before were made again, how they came out; end what is not exact."""
