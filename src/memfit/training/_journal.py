@@ -137,8 +137,8 @@ class Journal:
         where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
         record("resume", path=str(path), epoch=epoch, step=step, text=f"continues {where}")
         of = f", of {format_count(self.num_epochs, 'epoch')}" if self.num_epochs else ""
-        is_over = self.is_over or (self.num_epochs is not None and epoch >= self.num_epochs)
-        say(f"{'nothing is left to train' if is_over else 'goes on'} {where}{of} ({path})")
+        self.is_over |= self.num_epochs is not None and epoch >= self.num_epochs
+        say(f"{'nothing is left to train' if self.is_over else 'goes on'} {where}{of} ({path})")
         self._restart()
 
     def inexact(self, why: str) -> None:

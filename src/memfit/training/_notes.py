@@ -23,7 +23,7 @@ from memfit.training._replay import digest_of, leaves_of
 #: How the name of a second set of the weights ends.
 WEIGHTS = " (weights)"
 _DEPTH = 4
-_CLOCK = 1e9  # seconds since 1970 are more: they differ in each process
+_CLOCK = 1.5e9  # seconds since 1970 are between this and twice as many: they differ in each process
 _PLACES = tuple({*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(torch.__file__).parents[1])})
 _OURS = ("memfit", "torch")
 
@@ -43,7 +43,7 @@ def note_of(models: Iterable[torch.nn.Module]) -> dict[str, int]:
     own = {id(part) for model in models for part in model.modules()}
     shapes = Counter(one.shape for model in models for one in model.parameters() if one.requires_grad)
     for name, value in chain(_of_objects(chosen, kinds), _of_modules(users, kinds), _of_frames(users)):
-        if id(value) in own or (isinstance(value, float) and value > _CLOCK):
+        if id(value) in own or (isinstance(value, float) and _CLOCK < value < 2 * _CLOCK):
             continue
         with suppress(Exception):  # whatever a user's object raises when it is looked at
             value = value.state_dict() if isinstance(value, torch.nn.Module) else value

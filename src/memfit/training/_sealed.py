@@ -61,6 +61,8 @@ class SealedFolder:
         self.path = canary_folder(path)
         self.prefix = prefix
         self.ranks: Ranks | None = None
+        #: Whether what comes after a checkpoint is kept beside it.
+        self.has_journal = False
         self._began, self._newest_step = time.monotonic(), 0
         self._name = re.compile(re.escape(prefix) + r"(\d+)")
 
@@ -108,6 +110,8 @@ class SealedFolder:
                 path.rename(self._replaced(step))
             path.mkdir(parents=True, exist_ok=True)
             (path / _MARK).touch()
+            if self.has_journal:  # a kill right after the seal must not look like a training without one
+                (path / journal_name()).touch()
 
     def seal(self, step: int, facts: Mapping[str, Any]) -> Path:
         """Force the files of a step's folder to disk, sum them up, and seal them with these facts (plain values)."""
@@ -275,7 +279,7 @@ def _damaged(path: Path, what: str) -> DamagedError:
 def _sum_all(path: Path) -> dict[str, list[int]]:
     """Return the sums of the files below a folder by name, and force these to disk meanwhile."""
     names = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if one.is_file())
-    names = [name for name in names if name not in (_MARK, SEAL)]
+    names = [name for name in names if name not in (_MARK, SEAL, journal_name())]
     with ThreadPoolExecutor(_THREADS) as pool:
         forced = [pool.submit(_force, path / name) for name in names]
         found = {name: pool.submit(_sum, path / name) for name in names}

@@ -442,6 +442,7 @@ class Session:
         if self.keeper is None or not on_inexact:
             return
         self.on_inexact = on_inexact
+        self.keeper.has_journal = True
         if self.replay is None:
             self.replay = Replay(self.ranks.rank if self.ranks is not None else 0, goes_on=on_inexact == "warn")
             self.at_end.callback(heard_by(self.replay))
@@ -485,15 +486,17 @@ class Session:
         )
 
     def _end_replay(self, error: BaseException | None) -> None:
-        replay, self.replay = self.replay, None
+        replay = self.replay
         if replay is None:
             return
-        if error is None and replay.compared:
-            self.replay = replay
-            self._judge(is_over=True)
+        try:
+            replay.read_late(wait=True)
+            if error is None and (replay.compared or not (self.journal.is_over or self.stopper.noted)):
+                self._judge(is_over=True)
+        finally:
+            replay.mark(self.position.step)
+            replay.close()
             self.replay = None
-        replay.mark(self.position.step)
-        replay.close()
 
 
 class Course:
