@@ -43,6 +43,7 @@ def note_of(models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.
     schedules = {kind for kind in set(types_of) if issubclass(kind, torch.optim.lr_scheduler.LRScheduler)}
     wanted = {*kinds, *schedules, torch.Tensor, torch.nn.Parameter}
     chosen = [objects[number] for number, kind in enumerate(types_of) if kind in wanted]
+    objects.clear()  # it is in a cell that it holds itself, and would keep all of them until the collector comes
     for one in chosen:
         kind = type(one)
         if kind in kinds:
