@@ -49,8 +49,8 @@ def test_what_is_the_same_gives_0_and_says_what_was_passed(prove):
     assert text.startswith("same bytes: steps 7 to 10 were made again from the checkpoint of step 6")
     assert "(1 epoch's end, 2 validations passed)" in text
     assert set(found) == {
-        "verdict", "text", "seal", "end", "epoch_ends", "validations", "compared", "ranks", "difference", "differs",
-        "seconds", "folder",
+        "verdict", "text", "seal", "end", "epoch_ends", "validations", "compared", "ranks", "differs", "seconds",
+        "folder",
     }  # fmt: skip
     _, _, text = prove([FIRST | {"epoch_ends": 0, "validations": 0}], [SECOND])
     assert "no epoch's end passed: what acts there was not tried" in text
@@ -62,7 +62,7 @@ def test_what_is_the_same_gives_0_and_says_what_was_passed(prove):
         ({"difference": "step 8 is not what it was: loss 2 in place of 1", "differs_at_seal": ["Ramp.calls"]},
          "step 8 is not what it was: loss 2 in place of 1; what differs since the checkpoint: Ramp.calls", ["Ramp.calls"]),
         ({"differs_at_end": ["Ramp.calls", "the parameter weight"]},
-         "what differs at the end: the parameter weight, Ramp.calls", ["Ramp.calls", "the parameter weight"]),
+         "what differs at the end: the parameter weight, Ramp.calls", ["the parameter weight", "Ramp.calls"]),
         ({"differs_at_end": ["a second set of the weights"]}, "a second set of the weights", None),
         ({"end": 9}, "the second run ended after step 9, the first one after step 10", []),
     ],

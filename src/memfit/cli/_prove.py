@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from memfit.rundir import PROVE_OUTPUTS, PROVE_PLACE, PROVE_PLAN, PROVE_SEALED, 
 from memfit.units import format_count, format_duration, list_some
 
 _CODES = {"same": 0, "not the same": DoesNotFitError.exit_code, "not proved": JobFailedError.exit_code}
+_SAID = {"same": "same bytes", "not the same": "NOT the same", "not proved": "not proved"}
 _POLL_SECONDS, _TOLD_SECONDS, _END_SECONDS = 0.1, 5.0, 10.0
 #: The fewest steps after the checkpoint that prove a resume from it.
 _FEWEST = 2
@@ -150,78 +151,66 @@ def _prove(runs: _Runs, seconds: float) -> dict[str, Any]:
     if first and not first[0]["why"] and not first[0]["seal"] and (steps := first[0]["end"]) > _FEWEST:
         shutil.rmtree(runs.folder / PROVE_OUTPUTS, ignore_errors=True)  # it ended before the checkpoint was due
         first = runs.run("first", seconds=seconds, seal=max(1, (steps - 1) // 2), end=steps + 1)
-    if why := _why_not(first, runs.how):
-        return _verdict("not proved", [f"the first run {why}"])
-    one = first[0]
-    shutil.rmtree(runs.folder / PROVE_OUTPUTS)
-    (runs.folder / PROVE_SEALED).rename(runs.folder / PROVE_OUTPUTS)
-    second = runs.run("second", seconds=seconds, seal=one["seal"], end=one["planned_end"], is_second=True)
-    return _compare(first, second, runs.how)
+    why, second = _why_not_made(first, runs.how), []
+    if not why:
+        shutil.rmtree(runs.folder / PROVE_OUTPUTS)
+        (runs.folder / PROVE_SEALED).rename(runs.folder / PROVE_OUTPUTS)
+        plan = {"seal": first[0]["seal"], "end": first[0]["planned_end"], "is_second": True}
+        second = runs.run("second", seconds=seconds, **plan)
+    verdict, text, differs = ("not proved", [why], []) if why else _judge(first, second, runs.how)
+    facts = {name: first[0][name] if first else 0 for name in ("seal", "end", "epoch_ends", "validations")}
+    facts |= {"compared": min((report["compared"] for report in second), default=0), "ranks": len(first)}
+    return {"verdict": verdict, **facts, "differs": differs, "text": [f"{_SAID[verdict]}: {text[0]}", *text[1:]]}
 
 
-def _why_not(first: Reports, how: str) -> str:
+def _why_not_made(first: Reports, how: str) -> str:
     """Return why the first run proves nothing, if that is so."""
     if not first:
         is_over = how.startswith("ended with exit code 0")
-        return f"{'trained nothing that memfit keeps exact, and ' * is_over}{how}"
+        return f"the first run {'trained nothing that memfit keeps exact, and ' * is_over}{how}"
     one = first[0]
-    if one["why"]:
-        return f"proves nothing: {one['why']}"
-    if one["end"] - one["seal"] < _FEWEST or not one["seal"]:
-        return f"ended after {format_count(one['end'], 'step')}: too few to save and make {_FEWEST} more"
-    return ""
+    is_short = not one["seal"] or one["end"] - one["seal"] < _FEWEST
+    short = f"it ended after {format_count(one['end'], 'step')}: too few to save and make {_FEWEST} more"
+    return one["why"] or short * is_short
 
 
-def _compare(first: Reports, second: Reports, how: str) -> dict[str, Any]:
-    """Return the verdict on two runs that have come to their ends."""
-    one, seal = first[0], first[0]["seal"]
-    differing = next((report for report in second if report["difference"]), None)
-    at_end = list(dict.fromkeys(name for report in second for name in report["differs_at_end"]))
+def _why_not_compared(first: Reports, second: Reports, how: str) -> str:
+    """Return why the second run proves nothing, if that is so."""
+    seal, compared = first[0]["seal"], min((report["compared"] for report in second), default=0)
+    faults = [how] if len(second) < len(first) else []
+    faults += [f"began at step {one['began']}, not at {seal}" for one in second if one["began"] != seal]
+    faults += [f"was not compared: {one['why']}" for one in second if one["why"]]
+    faults += [f"has made {format_count(compared, 'step')} again"] if compared < _FEWEST else []
+    return f"the second run {faults[0]}" if faults else ""
+
+
+def _judge(first: Reports, second: Reports, how: str) -> tuple[str, list[str], list[str]]:
+    """Return the verdict on two runs, its lines, and the names of what differs."""
+    one, steps = first[0], f"steps {first[0]['seal'] + 1} to {first[0]['end']}"
+    found = dict.fromkeys(name for report in second for name in report["differs_at_end"])
+    at_end = sorted(found, key=lambda name: not name.startswith(_WEIGHTS))
     weights = [name for name in at_end if name.startswith(_WEIGHTS)]
-    own = [name for name in at_end if name not in weights]
-    facts = {name: one[name] for name in ("seal", "end", "epoch_ends", "validations")}
-    facts |= {"compared": min((report["compared"] for report in second), default=0), "ranks": len(first)}
-    if differing is not None:
-        lost, told = differing["differs_at_seal"], differing["difference"]
-        what = f"NOT the same: {told}" + f"; what differs since the checkpoint: {list_some(lost)}" * bool(lost)
-        return _verdict("not the same", [what, _remedy(lost)], facts, difference=told, differs=lost)
-    if why := _why_not_compared(second, len(first), seal, how):
-        return _verdict("not proved", [f"the second run {why}"], facts)
+    for report in second:
+        if report["difference"]:
+            lost = report["differs_at_seal"]
+            since = f"; what differs since the checkpoint: {list_some(lost)}" * bool(lost)
+            return "not the same", [report["difference"] + since, _remedy(lost)], lost
+    if why := _why_not_compared(first, second, how):
+        return "not proved", [why], []
     if ends := [report["end"] for report in second if report["end"] != one["end"]]:
-        what = f"NOT the same: the second run ended after step {ends[0]}, the first one after step {one['end']}"
-        return _verdict("not the same", [what, _remedy(own)], facts, difference=what, differs=at_end)
-    steps = f"steps {seal + 1} to {one['end']}"
+        what = f"the second run ended after step {ends[0]}, the first one after step {one['end']}"
+        return "not the same", [what, _remedy(at_end)], at_end
     if weights:
-        what = f"NOT the same: {steps} came out as before; what differs at the end: {list_some(weights + own)}"
-        return _verdict("not the same", [what, _remedy(weights)], facts, differs=at_end)
+        what = f"{steps} came out as before; what differs at the end: {list_some(at_end)}"
+        return "not the same", [what, _remedy(weights)], at_end
     passed = [(one["epoch_ends"], "epoch's end", "epochs' ends"), (one["validations"], "validation", "validations")]
     words = ", ".join(f"{number} {name if number == 1 else names}" for number, name, names in passed if number)
     words = f"{words} passed" if words else "no epoch's end passed: what acts there was not tried"
-    again = f"{steps} were made again from the checkpoint of step {seal} ({words})"
-    lines = [f"same bytes: {again}; weights, buffers and optimizer are the same"]
-    lines += [f"differs, and no step shows it: {list_some(own)}"] if own else []
-    return _verdict("same", lines, facts, differs=own)
-
-
-def _why_not_compared(second: Reports, num_ranks: int, seal: int, how: str) -> str:
-    """Return why the second run proves nothing, if that is so."""
-    if len(second) < num_ranks:
-        return how
-    if others := [report["began"] for report in second if report["began"] != seal]:
-        return f"began at step {others[0]}: it did not take the checkpoint of step {seal}"
-    if reasons := [report["why"] for report in second if report["why"]]:
-        return f"was not compared: {reasons[0]}"
-    compared = min(report["compared"] for report in second)
-    return f"has made {format_count(compared, 'step')} again" if compared < _FEWEST else ""
+    again = f"{steps} were made again from the checkpoint of step {one['seal']} ({words})"
+    lines = [f"{again}; weights, buffers and optimizer are the same"]
+    return "same", lines + [f"differs, and no step shows it: {list_some(at_end)}"] * bool(at_end), at_end
 
 
 def _remedy(lost: Sequence[str]) -> str:
     what = list_some(lost) if lost else "what moves"
-    return (
-        f"let a checkpoint hold {what} (a state_dict, a buffer), or make it a function of the step; then prove it again"
-    )
-
-
-def _verdict(verdict: str, lines: Sequence[str], facts: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    text = [f"not proved: {lines[0]}", *lines[1:]] if verdict == "not proved" else list(lines)
-    return {"verdict": verdict, "difference": None, "differs": [], **(facts or {}), **more, "text": text}
+    return f"let a checkpoint hold {what} (a state_dict, a buffer), or make it a function of the step; then prove again"
