@@ -84,7 +84,7 @@ check-code: install
 
 # What a user meets first is checked with every change; the others in CI.
 DOCS := README.md docs/quickstart.md docs/folds.md docs/commands.md docs/stages.md docs/training.md docs/data.md
-DOCS_LONG := docs/frameworks/accelerate.md docs/frameworks/huggingface.md docs/frameworks/lightning.md docs/your-script.md docs/workload.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md docs/slurm.md docs/launch.md docs/plan.md docs/tune.md systems/memfit_workloads/recipes/README.md systems/memfit_workloads/trajectory/README.md
+DOCS_LONG := docs/frameworks/exact.md docs/frameworks/accelerate.md docs/frameworks/huggingface.md docs/frameworks/lightning.md docs/your-script.md docs/workload.md docs/loading.md docs/workflow.md docs/estimate.md docs/diagnose.md docs/slurm.md docs/launch.md docs/plan.md docs/tune.md systems/memfit_workloads/recipes/README.md systems/memfit_workloads/trajectory/README.md
 
 check-docs: install
 	@printf '%s\n' $(DOCS) | xargs -P 2 -n 1 $(BIN)/python tools/run_docs.py

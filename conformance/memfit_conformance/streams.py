@@ -50,7 +50,7 @@ def main() -> int:
     names = {"memfit": "", "transformers": transformers.__version__, "lightning": lightning.__version__}
     names |= dict.fromkeys(("accelerate", "datasets", "webdataset", "litdata"), "")
     print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in names if _is_there(name)), end="\n\n")
-    print("| source | in | workers | samples of the epoch, after stop and resume | memfit says: not exact: |")
+    print("| source | in | workers | samples of the epoch, after stop and resume | memfit says: not the same bytes: |")
     print("|---|---|---|---|---|")
     is_good = True
     with tempfile.TemporaryDirectory() as place:
@@ -91,7 +91,7 @@ class Row(NamedTuple):
         if code != 75:
             return f"the stop ended with {code}: {_last(said)}", "", False
         code, after, said = self._run(place / "stopped", None)
-        told = next((line.partition("not exact: ")[2] for line in said.splitlines() if "not exact: " in line), "")
+        told = next((line.partition("same bytes: ")[2] for line in said.splitlines() if "same bytes: " in line), "")
         if code:
             return f"the resume ended with {code}: {_last(said)}", told, False
         if before + after == whole:

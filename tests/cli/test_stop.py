@@ -57,7 +57,7 @@ def test_a_job_without_a_checkpoint_is_said_to_start_from_the_beginning(memfit, 
         said = (tmp_path / "demo.log").read_text()
         assert f"stopped; to go on: memfit resume {run.path}\n" in said and run.state == "preempted"
         anew = "cmd_0001 starts from the beginning, unless the command saves and loads checkpoints of its own; job.py:3 uses"
-        assert f'{anew} Lightning: Stop("out", every=500).fit(trainer, ...) saves at a stop' in told
+        assert f'{anew} Lightning: Stop("out").fit(trainer, ...) saves at a stop' in told
         assert said.count(anew) == 1 and said.count("uses Lightning") == 1
         assert "exit code 75" not in said and "preempted" not in said and "cancelled" not in said
     out = memfit("diagnose", run.path).out

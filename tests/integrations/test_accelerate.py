@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 accelerate = pytest.importorskip("accelerate")
 
-from accelerate import Accelerator  # noqa: E402
+from accelerate import Accelerator, skip_first_batches  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import DataLoaderConfiguration, DistributedType, ProjectConfiguration  # noqa: E402
 
@@ -31,11 +31,11 @@ def ignore(moment):
     pass
 
 
-def make(mode, accelerator, folder, allow=(), loss=None):
+def make(mode, accelerator, folder, allow=(), loss=None, times=loops.EVERY_TWO):
     if mode in ("watch", "plain"):
         return MemfitCallback(accelerator) if mode == "watch" else Unwatched()
     form, seed = (Exact, {"seed": 1}) if mode == "exact" else (Stop, {})
-    return form(accelerator, folder, every=2, allow=allow, loss=loss, **seed)
+    return form(accelerator, folder, allow=allow, loss=loss, **times, **seed)
 
 
 def train(  # noqa: PLR0913
@@ -53,6 +53,8 @@ def train(  # noqa: PLR0913
     accumulation=2,
     scaled=False,
     with_loss=False,
+    times=loops.EVERY_TWO,
+    skips=0,
     **settings,
 ):
     """Train in Accelerate; return the hash of what it leaves, the samples of each batch, and evaluations."""
@@ -64,7 +66,7 @@ def train(  # noqa: PLR0913
     scaler = accelerator.scaler = torch.amp.GradScaler("cpu", 4.0, growth_interval=3) if scaled else None
     model, optimizer, schedule = parts(rate, width)
     loss_of = lambda batch: model(batch[1]).square().mean()  # noqa: E731
-    run = make(mode, accelerator, folder, allow, loss_of if with_loss else None)
+    run = make(mode, accelerator, folder, allow, loss_of if with_loss else None, times)
     batches = run.loader(loader(collate, workers, data))
     model, optimizer, schedule, batches, valid = accelerator.prepare(
         model, optimizer, schedule, batches, DataLoader(loops.Samples(), 4, num_workers=workers)
@@ -73,7 +75,7 @@ def train(  # noqa: PLR0913
     with run:
         for epoch in run.epochs(NUM_EPOCHS):
             at(("begin", epoch))
-            for batch in run.batches(batches):
+            for batch in run.batches(skip_first_batches(batches, skips) if skips and epoch == 1 else batches):
                 if leaves and (epoch, run.batch) == (1, 3):
                     break  # with a batch that is not wanted
                 with accelerator.accumulate(model):
@@ -129,6 +131,14 @@ def test_a_loss_that_is_given_says_whether_the_largest_batch_fits(mode, tmp_path
     assert "fits: the largest of 5 batches" in said(tmp_path / "out")
 
 
+@pytest.mark.parametrize("mode", ["stop", "exact"])
+def test_an_epoch_of_which_the_script_skips_batches_is_of_the_same_data(mode, tmp_path, whole):
+    folder, options = tmp_path / "out", {"mode": mode, "collate": plain, "skips": 2}
+    unbroken, seen, _ = whole(**options)
+    assert len(seen) == 13 and in_child(train, folder, ("batch", 1, 2), **options)[0] == 75
+    assert in_child(train, folder, **options)[1][:2] == (unbroken, seen[7:]), said(folder)
+
+
 @pytest.mark.core
 def test_stop_sees_each_sample_of_a_seedable_sampler_once(tmp_path, whole):
     folder, options = tmp_path / "out", {"mode": "stop", "collate": plain, "seedable": True}
@@ -136,7 +146,7 @@ def test_stop_sees_each_sample_of_a_seedable_sampler_once(tmp_path, whole):
     assert in_child(train, folder, ("batch", 1, 3), **options)[0] == 75
     code, (found, rest, _) = in_child(train, folder, **options)
     assert (code, rest, found) == (0, seen[9:], unbroken)  # nothing but order and dropout is random here
-    assert "sealed and not exact" in said(folder)
+    assert "but not to the same bytes" in said(folder)
 
 
 class Batches:
@@ -184,7 +194,7 @@ def test_an_order_of_its_own_goes_on_after_a_stop(kind, tmp_path):
     assert in_child(ordered, tmp_path / "part", ("batch", 1, 2), kind=kind)[0] == 75, said(tmp_path / "part")
     assert in_child(ordered, tmp_path / "part", kind=kind)[1] == whole[7:], said(tmp_path / "part")
     told = "in the order that Batches gives now" if kind == "batches" else "the order goes on"
-    assert f"sealed and not exact: {'the epoch goes on ' * (kind == 'batches')}{told}" in said(tmp_path / "part")
+    assert f"but not to the same bytes: {'the epoch goes on ' * (kind == 'batches')}{told}" in said(tmp_path / "part")
 
 
 @pytest.mark.core
@@ -205,26 +215,29 @@ def test_what_cannot_be_resumed_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(UsageError, match="stream"):
         train(tmp_path, seen.append, data=loops.Resumable())
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(UsageError, match="prepared no model"), Stop(accelerator, tmp_path, every=1):
+    with pytest.raises(UsageError, match="was not prepared"), Stop(accelerator, tmp_path, every=1):
         pass
     *_, batches = accelerator.prepare(*bare(), loader())
-    with pytest.raises(UsageError, match="not made exact"), Exact(accelerator, tmp_path, seed=1, every=1) as run:
+    with (
+        pytest.raises(UsageError, match="has not made"),
+        Exact(accelerator, tmp_path, seed=1, every=1) as run,
+    ):
         run.batches(batches)
     accelerator.project_configuration = ProjectConfiguration(automatic_checkpoint_naming=True)
     with pytest.raises(UsageError, match="automatic_checkpoint_naming"), Stop(accelerator, tmp_path, every=1):
         pass
     accelerator.dataloader_config = DataLoaderConfiguration(use_stateful_dataloader=False)
     accelerator.dataloader_config.use_stateful_dataloader = True  # without torchdata only here
-    with pytest.raises(UsageError, match="two keepers"), Stop(accelerator, tmp_path, every=1):
+    with pytest.raises(UsageError, match="use_stateful_dataloader"), Stop(accelerator, tmp_path, every=1):
         pass
     accelerator.state._shared_state["num_processes"] = 2
     for name, value in (("dispatch_batches", True), ("even_batches", False)):
         accelerator.dataloader_config = DataLoaderConfiguration(**{name: value})
-        with pytest.raises(UsageError, match=f"2 processes with {name}"), Exact(accelerator, tmp_path, seed=1, every=1):
+        with pytest.raises(UsageError, match=f"resumed with {name}"), Exact(accelerator, tmp_path, seed=1, every=1):
             pass
     accelerator.dataloader_config = DataLoaderConfiguration()
     accelerator.state._shared_state["distributed_type"] = DistributedType.FSDP
-    with pytest.raises(UsageError, match="2 processes with fsdp"), Stop(accelerator, tmp_path, every=1):
+    with pytest.raises(UsageError, match="resumed with fsdp"), Stop(accelerator, tmp_path, every=1):
         pass
     assert seen == []
 

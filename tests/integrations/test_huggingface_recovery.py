@@ -253,6 +253,6 @@ def test_what_cannot_be_repeated_is_refused_before_anything_is_trained(tmp_path,
 def test_recover_is_refused_on_several_ranks(tmp_path, monkeypatch):
     trainer = bert.make(tmp_path)
     monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
-    with pytest.raises(UsageError, match="recover is set") as caught:
+    with pytest.raises(UsageError, match="with recover") as caught:
         stoppable(trainer, recover=True)
     assert "begins again" in caught.value.remedy

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from memfit.errors import UsageError
 from memfit.integrations.lightning import Exact, MemfitCallback, Stop
 from training.conftest import events  # noqa: F401
-from training.loops import Samples, Stream, bare, digest, ids, in_child, loader, masked, plain, said
+from training.loops import EVERY_TWO, Samples, Stream, bare, digest, ids, in_child, loader, masked, plain, said
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
@@ -76,7 +76,7 @@ def make_trainer(**options):
 
 def train(  # noqa: PLR0913
     folder, at, *, mode="exact", workers=0, rate=1e-2, width=8, allow=(), persistent=False, collate=masked, data=None,
-    **options,
+    times=EVERY_TWO, **options,
 ):  # fmt: skip
     """Train; return the hash of what it leaves, the samples of each batch and their losses."""
     module, batches = Module(at, rate, width), loader(collate, workers, data)
@@ -91,7 +91,7 @@ def train(  # noqa: PLR0913
     else:
         form = Stop if mode == "stop" else functools.partial(Exact, seed=1)
         trainer = make_trainer(**options)
-        form(folder, every=2, allow=allow).fit(trainer, module, **loaders)
+        form(folder, allow=allow, **times).fit(trainer, module, **loaders)
     return digest(module, trainer.optimizers[0]), module.seen, module.losses
 
 
@@ -268,7 +268,7 @@ def test_an_optimizer_that_never_steps_is_refused_after_an_epoch(tmp_path):
             each, _ = super().optimizers()
             return each, torch.optim.SGD(self.head.parameters())
 
-    with pytest.raises(UsageError, match="an optimizer made none"):
+    with pytest.raises(UsageError, match="an optimizer that made no step"):
         Stop(tmp_path, every=1).fit(make_trainer(accumulate_grad_batches=1), Idle(ignore), loader(masked))
 
 
@@ -303,11 +303,11 @@ class Idle(Module):
             lambda: Module(ignore),
             None,
             {"callbacks": [StochasticWeightAveraging(0.1)]},
-            r"exactly: callbacks\.StochasticWeightAveraging acts by what[^;]*$",
+            r"same bytes with callbacks\.Stoch",
         ),
-        (lambda: Module(ignore), None, {"callbacks": [LearningRateFinder()]}, r"callbacks\.LearningRateFinder moves"),
-        (lambda: Module(ignore), None, {"callbacks": [BackboneFinetuning()]}, r"callbacks\.BackboneFinetuning moves"),
-        (lambda: Module(ignore), None, {"val_check_interval": timedelta(hours=1)}, "val_check_interval is a time"),
+        (lambda: Module(ignore), None, {"callbacks": [LearningRateFinder()]}, r"callbacks\.LearningRateFinder"),
+        (lambda: Module(ignore), None, {"callbacks": [BackboneFinetuning()]}, r"callbacks\.BackboneFinetuning"),
+        (lambda: Module(ignore), None, {"val_check_interval": timedelta(hours=1)}, "val_check_interval in time"),
         (lambda: Unscheduled(ignore), None, {}, "unsaved_schedule"),
         (lambda: Beside(ignore), None, {}, "unsaved_weights"),
         (lambda: Idle(ignore), None, {}, "No optimizer"),
@@ -370,7 +370,7 @@ def test_a_training_that_something_has_moved_back_is_refused_at_its_resume(tmp_p
             trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.reset()
 
     in_child(train, tmp_path / "part", ("batch", 1, 3))
-    with pytest.raises(UsageError, match="a callback has moved it from step 5 to 0"):
+    with pytest.raises(UsageError, match="a callback that moved it from step 5 to 0"):
         train(tmp_path / "part", ignore, callbacks=[Back()])
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from memfit.training import Loop, Trainer
 
 NUM_SAMPLES, BATCH, NUM_EPOCHS, ACCUMULATION = 20, 4, 3, 2  # 5 batches and 3 steps an epoch: the last one of 1 batch
+EVERY_TWO = {"every": 2}
 
 
 class Samples(torch.utils.data.Dataset):
@@ -132,12 +133,12 @@ class Unwatched:
 
 def train(  # noqa: PLR0913
     folder, at, *, mode="exact", workers=0, collate=masked, rate=1e-2, allow=(), data=None, width=8, leaves=False,
-    wrap=lambda x: x, carries=False,
+    wrap=lambda x: x, carries=False, times=EVERY_TWO,
 ):  # fmt: skip
     """Train a plain loop; return the hash of what it leaves, the samples of each batch, and what each evaluation drew."""
     model, optimizer, schedule = parts(rate, width)
     own = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    keeps = {"exact": {"seed": 1, "every": 2}, "stop": {"every": 2}, "watch": {}}
+    keeps = {"exact": {"seed": 1, **times}, "stop": times, "watch": {}}
     kept = folder if mode in ("exact", "stop") else None
     loop = Unwatched() if mode == "plain" else Loop(kept, allow=allow, **keeps[mode], **own)
     batches, seen, evaluated = wrap(loader(collate, workers, data)), [], {}
@@ -162,7 +163,7 @@ def train(  # noqa: PLR0913
     return digest(model, optimizer), seen, evaluated
 
 
-def fit(folder, at, *, workers=0, rate=1e-2, width=8, preflight=False):
+def fit(folder, at, *, workers=0, rate=1e-2, width=8, preflight=False, allow_inexact=False):
     """The same by a ``Trainer``; without a folder, nothing is kept."""
     model, optimizer, schedule = parts(rate, width)
     seen, place = [], Place(at, optimizer)
@@ -179,7 +180,7 @@ def fit(folder, at, *, workers=0, rate=1e-2, width=8, preflight=False):
 
     trainer = Trainer(
         model, loss=loss, optimizer=optimizer, schedule=schedule, checkpoint_dir=folder, seed=1, checkpoint_seconds=0.0,
-        global_batch_size=BATCH * ACCUMULATION, keep_epochs=2,
+        global_batch_size=BATCH * ACCUMULATION, keep_epochs=2, allow_inexact=allow_inexact,
     )  # fmt: skip
     settings = {"best_metric": "score", "preflight": preflight, "evaluate": evaluate}
     trainer.fit(loader(masked, workers, Begins(at)), [torch.ones(1)], num_epochs=NUM_EPOCHS, **settings)

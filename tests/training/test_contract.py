@@ -4,6 +4,7 @@ import re
 import signal
 
 import pytest
+import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from training import loops
@@ -48,6 +49,9 @@ def test_a_stop_or_a_kill_at_any_moment_ends_in_the_same_bytes(loop, folder, mom
         assert f"Stopped by {number.name}" in first.said and "Traceback" not in first.said
     second = loop.run(folder)
     assert (second.code, second.digest) == (0, loop.whole().digest), second.said
+    is_proved = re.search("came out as before|not proved", second.said)
+    assert is_proved or "goes on" not in second.said, second.said
+    assert "came out as before" in second.said or moment not in MOMENTS[1:2], second.said
     assert second.seen == loop.whole().seen[-len(second.seen) :]
 
 
@@ -55,10 +59,20 @@ def test_several_stops_in_one_training_change_nothing_and_then_nothing_is_left(l
     for moment in [("batch", 0, 1), ("batch", 0, 3), ("evaluation", 0), ("batch", 1, 4), ("batch", 2, 1)]:
         found = loop.run(folder, moment)
         assert found.code == 75, found.said
-    last, over = loop.run(folder), loop.run(folder)
+    last, over = loop.run(folder), loop.run(folder, num_times=2)
     assert (last.code, last.digest) == (0, loop.whole().digest), last.said
     assert (over.code, over.digest, over.seen) == (0, last.digest, []), over.said
-    assert loop.over in over.said
+    assert over.said.count("nothing is left to train") == 2 and "the largest" not in over.said
+
+
+@pytest.mark.parametrize("loop", ["Loop", "Lightning", "Accelerate"], indirect=True)
+@pytest.mark.parametrize(
+    ("times", "steps"), [({}, {4}), ({"every": 5}, {4, 5}), ({"every": 5, "every_seconds": None}, {5})]
+)
+def test_a_checkpoint_comes_after_steps_or_seconds_whichever_are_over_first(loop, folder, events, times, steps):
+    found = loop.run(folder, late=("batch", 1, 1), times=times)
+    assert {event["step"] for event in events("checkpoint")} - {3, 6, 9} == steps, found.said
+    assert (found.code, found.digest) == (0, loop.whole().digest), found.said
 
 
 @pytest.mark.proves("S1-36")
@@ -147,7 +161,7 @@ def test_stop_alone_sees_each_sample_once_and_says_what_is_not_exact(loop, folde
     second = loop.run(folder, mode="stop")
     assert (first.code, second.code) == (75, 0), first.said + second.said
     assert second.seen[:3] == unbroken.seen[7:10]
-    assert "sealed and not exact: the order goes on" in second.said
+    assert "but not to the same bytes: the order goes on" in second.said
 
 
 @those_with("streams")
@@ -160,7 +174,7 @@ def test_a_stream_goes_on_by_its_state_or_is_seen_again_which_is_told(loop, fold
     unbroken = loop.run(folder.with_name("whole"), **options)
     loop.run(folder, ("batch", 1, 2), **options)
     found = loop.run(folder, **options)
-    assert f"sealed and not exact: {told}" in found.said
+    assert f"but not to the same bytes: {told}" in found.said
     assert found.seen == unbroken.seen[7 if data is loops.Resumable else 5 :]
 
 
@@ -169,6 +183,29 @@ def test_a_first_batch_of_a_step_that_is_not_wanted_loses_nothing(loop, folder):
     first = loop.run(folder, ("begin", 2), leaves=True)
     assert first.code == 75, first.said
     assert loop.run(folder, leaves=True).digest == loop.whole(leaves=True).digest != loop.whole().digest
+
+
+def test_a_resume_that_is_not_exact_is_told_and_ends_unless_that_is_allowed(loop, folder, events):
+    passes = []
+
+    def grow(module, _, output):
+        if module.training and isinstance(module, torch.nn.Linear):
+            passes.append(module)
+            return output * (1 + len(passes) / 1000)
+        return output
+
+    with register_module_forward_hook(grow):
+        first = loop.run(folder, ("batch", 1, 2))
+        told = loop.run(folder)
+        again = loop.run(folder)
+        warned = loop.run(folder, **({"allow": ("replay",)} if loop.has_modes else {"allow_inexact": True}))
+    assert first.code == 75 and "2 steps more will be made again, to prove the resume" in first.said
+    for found in (told, again):
+        assert found.code == 1, found.said
+        assert re.search(r"NOT exact: step 5 is not .* loss .* in place of .*, the batch and the rate the same", found.said)
+    assert warned.code == 0, warned.said
+    assert all("This resume is NOT exact: step 5 is" in event["text"] for event in events("inexact"))
+    assert len(events("inexact")) == 3
 
 
 def test_a_model_that_counts_its_passes_is_taken(loop, folder):

@@ -58,24 +58,6 @@ def test_the_share_of_waiting_says_whether_the_loader_or_the_step_is_slow(events
     assert not capfd.readouterr().err  # a run shows its events
 
 
-def test_a_loop_without_a_trainer_is_read_as_a_training(tmp_path, events, capfd):
-    journal = _journal.Journal()
-    (tmp_path / "own.pt").write_bytes(b"x" * 7)
-    journal.resume(tmp_path / "own.pt", (2, 0))
-    journal.begin_epoch()
-    journal.phase("train")
-    journal.step({"epoch": 3, "step": 1, "num_steps": 4}, loss=None)
-    journal.took(seconds=2.0, wait_seconds=1.0, num_samples=8)
-    journal.epoch(3, {"train_loss": 0.5}, journal.pace())
-    journal.stop("SIGTERM", (3, 0))
-    (epoch,), (step,) = events("epoch"), events("step")
-    assert epoch["text"] == "fold_1 epoch 3  train_loss 0.5  4.00 samples/s  waits for data 50.0 %"
-    assert (epoch["num_epochs"], epoch["seconds"], list(epoch["memory"]["phases"])) == (None, 2.0, ["train"])
-    assert (step["epoch"], step["num_steps"], step["loss"]) == (3, 4, None)
-    assert events("stop")[0]["signal"] == "SIGTERM" and events("resume")[0]["text"] == "fold_1 continues after epoch 2"
-    assert not capfd.readouterr().err, "a run shows its events"
-
-
 def test_the_use_of_a_gpu_is_the_mean_of_what_its_driver_says(monkeypatch):
     said = iter([30, 50])
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: next(said))  # stands in for a GPU

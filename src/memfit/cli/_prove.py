@@ -112,11 +112,11 @@ class _Runs:
             self._follow(process, name)
         finally:
             _end(process)
-        self.how = self.how or f"ended with exit code {process.returncode}"
+        is_ended, self.how = bool(self.how), self.how or f"ended with exit code {process.returncode}"
         with open(log, "rb") as output:
             output.seek(max(0, log.stat().st_size - _LINES_BYTES))
             self.how += "".join(f"\n  {line}" for line in output.read().decode(errors="replace").splitlines()[-_LINES:])
-        found = [read_json(path) for path in sorted(self.folder.glob("report-*.json"))]
+        found = [] if is_ended else [read_json(path) for path in sorted(self.folder.glob("report-*.json"))]
         return [one for one in found if one is not None]
 
     def _follow(self, process: subprocess.Popen[bytes], name: str) -> None:

@@ -11,8 +11,8 @@ from memfit.doctor._script import read_script
 #: The frameworks by memfit's module for each, which is also its page: the name, and what saves at a stop.
 _FRAMEWORKS = {
     "huggingface": ("transformers", "stoppable(trainer)"),
-    "lightning": ("Lightning", 'Stop("out", every=500).fit(trainer, ...)'),
-    "accelerate": ("Accelerate", 'Stop(accelerator, "out", every=500)'),
+    "lightning": ("Lightning", 'Stop("out").fit(trainer, ...)'),
+    "accelerate": ("Accelerate", 'Stop(accelerator, "out")'),
 }
 _ALL_CORES = (
     "{}: n_jobs=-1 asks for all cores in each of {} jobs. joblib and scikit-learn keep to LOKY_MAX_CPU_COUNT, which "

@@ -13,7 +13,7 @@ from typing import Any
 
 import transformers
 
-from memfit.errors import UsageError
+from memfit.integrations._refuse import refuse_any
 from memfit.integrations.accelerate import refused_ranks
 from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary, loader_settings, record
 from memfit.training import Due, LoopParts, Session, length_of, order_of
@@ -191,14 +191,13 @@ def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool, recover: boo
         ("enable_jit_checkpoint", args.enable_jit_checkpoint, "leave it off: memfit saves at a stop"),
         ("model_init", trainer.model_init is not None, "pass model=model_init()"),
         ("adalora", "AdaLoraConfig(" in str(getattr(trainer.model, "peft_config", "")), "take LoRA: no rank is pruned"),
-        ("stoppable", hasattr(trainer, "memfit"), "call stoppable or exact once"),
+        ("stoppable or exact twice", hasattr(trainer, "memfit"), "call one of them, once"),
     ]
     if recover:
         own_inputs = type(trainer)._prepare_inputs is not transformers.Trainer._prepare_inputs
         is_endless = args.gradient_accumulation_steps > 1 and not hasattr(trainer.train_dataset, "__len__")
-        lomo = "recover with an optimizer that steps in the backward pass"
         found += [
-            (lomo, "lomo" in args.optim.lower(), "take another"),
+            ("recover with a step in the backward pass", "lomo" in args.optim.lower(), "take another optimizer"),
             ("recover with an own _prepare_inputs", own_inputs, "leave recover off: it may count its calls"),
             ("recover over a stream with gradient_accumulation_steps", is_endless, "set it to 1"),
         ]
@@ -210,20 +209,14 @@ def refuse(trainer: Any, allow: Collection[str], *, is_exact: bool, recover: boo
         reused = (getattr(args, "steps_per_generation", 0) or 0) * (getattr(args, "num_iterations", 1) or 1)
         found += [
             ("ignore_data_skip", args.ignore_data_skip, "leave it off: no sample may be seen twice"),
-            ("use_stateful_dataloader", stateful, "leave it off: there would be two keepers of one position"),
+            ("use_stateful_dataloader", stateful, "leave it off: memfit keeps the position of the data"),
             ("steps_per_generation", reused > args.gradient_accumulation_steps, "make one generation for each step"),
             ("torch_compile", is_compiled, "leave it off: what is compiled depends on the batches seen before"),
             ("cuda_graphs", bool(has_graphs), 'take torch_compile_mode="default": graphs were not tried with exact'),
         ]
         # transformers leaves the exported states of callbacks in the checkpoint otherwise
         args.restore_callback_states_from_checkpoint = True
-    for name, is_so, remedy in found:
-        if is_so and name not in allow:
-            raise UsageError(
-                f"{name} is set, and a {'resume to the same bytes' if is_exact else 'stop and resume'} cannot hold it.",
-                rule="what a checkpoint does not hold is refused before the first step.",
-                remedy=remedy,
-            )
+    refuse_any(found, allow, is_exact=is_exact)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torchmetrics import Metric, MetricCollection
 
 from memfit.errors import UsageError
+from memfit.integrations._refuse import Cause
 from memfit.rundir import (
     CANARY_BATCHES,
     CANARY_STEPS,
@@ -52,6 +53,8 @@ class MemfitCallback(Callback):
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         if not trainer.is_global_zero:
             self.session.journal = Unheard()
+        journal = self.session.journal
+        journal.is_over, journal.num_epochs = False, max(trainer.max_epochs or 0, 0) or None
         if is_canary() and stage == "fit":
             trainer.limit_train_batches = CANARY_STEPS * trainer.accumulate_grad_batches
             trainer.limit_val_batches = CANARY_BATCHES if trainer.limit_val_batches else 0
@@ -66,9 +69,6 @@ class MemfitCallback(Callback):
             self._enter("checkpoint")
             trainer.save_checkpoint(canary_folder(trainer.default_root_dir) / "canary.ckpt")
             raise canary_over()
-
-    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        self.session.journal.num_epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else None
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         self.session.journal.begin_epoch()
@@ -134,23 +134,24 @@ def acts_late(callback: Callback) -> bool:
     return isinstance(callback, StochasticWeightAveraging)
 
 
-def refused_ranks(trainer: Any, module: LightningModule, is_exact: bool) -> dict[str, bool]:
-    """Return what of several ranks cannot be stopped and resumed, by name, and whether it is there."""
+def refused_ranks(trainer: Any, module: LightningModule, is_exact: bool) -> list[Cause]:
+    """Return what several ranks may have that no checkpoint holds."""
     strategy, size, cluster = trainer.strategy, trainer.world_size, trainer._accelerator_connector.cluster_environment
     if size == 1:
         started = isinstance(cluster, TorchElasticEnvironment) and cluster.world_size() > 1
-        return {"several ranks were started, and the Trainer has one device (pass devices=, strategy='ddp')": started}
+        return [("several ranks and a Trainer of one device", started, 'pass devices= and strategy="ddp"')]
     kind = type(strategy)
     if kind is not DDPStrategy:
-        return {f"{size} ranks train by {kind.__name__}, not by DDPStrategy": True}
+        return [(f"{size} ranks in {kind.__name__}", True, 'pass strategy="ddp", or train in one process')]
     starts = strategy._start_method != "popen" or not cluster.creates_processes_externally
-    return {
-        f"Lightning would start the {size} ranks (let memfit: memfit run --nproc {size} -- python train.py)": starts,
-        "the module makes its steps itself, on several ranks": not module.automatic_optimization,
-        "sync_batchnorm is set": strategy._layer_sync is not None,
-        "a communication hook has a state that no checkpoint holds": is_exact and strategy._ddp_comm_state is not None,
-        "a model_averaging_period is set": strategy._model_averaging_period is not None,
-    }
+    by_hand, has_state = not module.automatic_optimization, is_exact and strategy._ddp_comm_state is not None
+    return [
+        ("ranks that Lightning starts", starts, f"let memfit start them: memfit run --nproc {size} -- python train.py"),
+        ("automatic_optimization=False on several ranks", by_hand, "train in one process"),
+        ("sync_batchnorm", strategy._layer_sync is not None, "leave it off"),
+        ("a communication hook that has a state", has_state, "take another one, or Stop in place of Exact"),
+        ("a model_averaging_period", strategy._model_averaging_period is not None, "leave it off"),
+    ]
 
 
 # --- what Lightning computes on the way, and saves in no checkpoint

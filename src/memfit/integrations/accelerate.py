@@ -21,8 +21,8 @@ except ModuleNotFoundError as error:
 
 from torch.nn.parallel import DistributedDataParallel
 
-from memfit.errors import UsageError
-from memfit.training import Loop, LoopParts, Ranks, deaf_workers, order_of
+from memfit.integrations._refuse import Cause, refuse_any
+from memfit.training import KeyedStream, Loop, LoopParts, Ranks, deaf_workers, order_of
 
 __all__ = ["Exact", "MemfitCallback", "Stop"]
 
@@ -82,34 +82,30 @@ class Stop(_Adapted):
     Args:
         accelerator: The ``accelerate.Accelerator``. What it has prepared or was told to checkpoint
             (``register_for_checkpointing``) is saved.
-        folder: Where checkpoints are kept.
-        every: A checkpoint after so many optimizer steps, beside those at each epoch's end.
-        keep: The newest checkpoints that stay.
-        allow: Names of settings that may differ from the checkpoint's, such as ``"learning_rate"``.
-        settings: Plain values of your own that must not change between a checkpoint and its resume.
-        loss: Returns the loss of a batch, as your loop makes it: with it, one line says before the first step whether
-            the largest batch fits.
+        folder, every, every_seconds, keep, allow, settings, loss: As for ``memfit.training.Loop``.
 
     Raises:
         UsageError: When it is entered, before anything is trained: what cannot be resumed, by name.
         StoppedError: A signal asked for it; everything up to here is saved.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         accelerator: _accelerate.Accelerator,
         folder: Path | str,
         *,
-        every: int,
+        every: int | None = None,
+        every_seconds: float | None = 600.0,
         keep: int = 2,
         allow: Collection[str] = (),
         settings: Mapping[str, Any] | None = None,
         loss: Callable[[Any], torch.Tensor] | None = None,
     ) -> None:
-        super().__init__(accelerator, folder, every=every, keep=keep, allow=allow, settings=settings, loss=loss)
+        times: Any = {"every": every, "every_seconds": every_seconds, "keep": keep}
+        super().__init__(accelerator, folder, allow=allow, settings=settings, loss=loss, **times)
 
 
-class Exact(_Adapted):
+class Exact(Stop):
     """Resumes a loop of Accelerate to the same bytes, wherever it was stopped or killed, or refuses it before step 1.
 
     Order, items, collation and the model's draws are functions of seed and position, so they are others than without
@@ -118,36 +114,22 @@ class Exact(_Adapted):
     Args:
         seed: Other seeds, other order and draws.
         allow: As for ``Stop``, and names of what is refused otherwise, such as ``"data"``.
-        accelerator, folder, every, keep, settings, loss: As for ``Stop``.
+        accelerator, folder, every, every_seconds, keep, settings, loss: As for ``Stop``.
 
     Raises:
         UsageError: As for ``Stop``; in ``loader`` also what cannot be exact.
         StoppedError: As for ``Stop``.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        accelerator: _accelerate.Accelerator,
-        folder: Path | str,
-        *,
-        seed: int,
-        every: int,
-        keep: int = 2,
-        allow: Collection[str] = (),
-        settings: Mapping[str, Any] | None = None,
-        loss: Callable[[Any], torch.Tensor] | None = None,
-    ) -> None:
-        options: Any = {"keep": keep, "allow": allow, "settings": settings, "loss": loss}
-        super().__init__(accelerator, folder, seed=seed, every=every, **options)
+    def __init__(self, accelerator: _accelerate.Accelerator, folder: Path | str, *, seed: int, **settings: Any) -> None:
+        super().__init__(accelerator, folder, **settings)
+        ranks = self.session.ranks
+        self.session.stream = KeyedStream(seed, 0 if ranks is None else ranks.rank)
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an epoch that are left, of a loader that ``loader`` made and Accelerate prepared."""
-        if order_of(loader) is None:
-            raise UsageError(
-                "The training loader was not made exact.",
-                rule="its order and draws are bound to seed and position before Accelerate wraps it.",
-                remedy="loader = exact.loader(loader), before accelerator.prepare(...)",
-            )
+        how = "loader = exact.loader(loader), before accelerator.prepare(...)"
+        refuse_any([("a loader that exact.loader has not made", order_of(loader) is None, how)], (), is_exact=True)
         return self(loader)
 
 
@@ -161,19 +143,16 @@ class _Prepared(LoopParts):
         self.accelerator: Any = accelerator
 
     def check(self, allow: Collection[str] = (), others: Iterable[Any] = ()) -> None:
-        accelerator, refused = self.accelerator, None
-        ranks = next((one for one in refused_ranks(accelerator) if one[1]), None)
-        if ranks is not None:
-            refused = (f"The training has {accelerator.num_processes} processes with {ranks[0]}.", ranks[2])
-        elif accelerator.dataloader_config.use_stateful_dataloader:
-            refused = ("use_stateful_dataloader is on: there would be two keepers of one position.", "leave it off")
-        elif accelerator.project_configuration.automatic_checkpoint_naming:
-            refused = ("automatic_checkpoint_naming is on: Accelerate would choose other folders.", "leave it off")
-        elif not (accelerator._models and accelerator._optimizers):
-            refused = ("The accelerator has prepared no model or no optimizer.", "call prepare(...) before `with`")
-        if refused:
-            rule = "a position is kept, and what accelerator.prepare() was given is saved; nothing else."
-            raise UsageError(refused[0], rule=rule, remedy=refused[1])
+        accelerator = self.accelerator
+        is_stateful = accelerator.dataloader_config.use_stateful_dataloader
+        names_folders = accelerator.project_configuration.automatic_checkpoint_naming
+        is_empty = not (accelerator._models and accelerator._optimizers)
+        own: list[Cause] = [
+            ("use_stateful_dataloader", is_stateful, "leave it off: memfit keeps the position of the data"),
+            ("automatic_checkpoint_naming", names_folders, "leave it off: memfit names the folders"),
+            ("a model or optimizer that was not prepared", is_empty, "call accelerator.prepare(...) before the loop"),
+        ]
+        refuse_any(refused_ranks(accelerator) + own, allow)
         for loader in accelerator._dataloaders:  # those of an evaluation too
             deaf_workers(getattr(loader, "base_dataloader", loader))
         super().check(allow, accelerator._custom_objects)
@@ -230,16 +209,12 @@ class _Prepared(LoopParts):
 
 
 def refuse_stream(data: Any, size: int) -> None:
-    if size > 1 and isinstance(data, torch.utils.data.IterableDataset):
-        raise UsageError(
-            f"The training data are a stream ({type(data).__name__}), and there are {size} ranks.",
-            rule="the position of a stream is kept in one process alone.",
-            remedy="give the data an index, or train in one process",
-        )
+    is_stream = isinstance(data, torch.utils.data.IterableDataset)
+    refuse_any([("a stream on several ranks", size > 1 and is_stream, "train in one process")], ())
 
 
-def refused_ranks(accelerator: Any) -> list[tuple[str, bool, str]]:
-    """Return by name what several ranks may have that no checkpoint keeps: whether it is so, and what to do."""
+def refused_ranks(accelerator: Any) -> list[Cause]:
+    """Return what several ranks may have that no checkpoint holds."""
     size, kind = accelerator.num_processes, str(accelerator.distributed_type.value)
     data, handler = accelerator.dataloader_config, accelerator.ddp_handler
     hook = "" if handler is None else str(handler.comm_hook.value)

@@ -343,6 +343,7 @@ class _Parts(LoopParts):
         trainer, session, state = self.trainer, self.trainer.memfit.session, self.trainer.state
         args, facts, at, why = trainer.args, session.facts, session.position, ""
         loader, num_steps = trainer.callback_handler.train_dataloader, trainer.memfit.num_steps
+        is_over = session.journal.is_over = bool(facts) and state.global_step >= state.max_steps
         session.begin()
         if trainer.recovery is not None:
             trainer.recovery.open(self.optimizers()[0], facts.get("recovery"))
@@ -364,7 +365,6 @@ class _Parts(LoopParts):
             session.journal.inexact(why)
         elif not facts and state.global_step:
             session.journal.inexact("the checkpoint has no seal of memfit")
-        is_over = bool(facts) and state.global_step >= state.max_steps
         if not ({"rehearsal"} & session.allow or is_over or isinstance(loader.dataset, IterableDataset)):
             trainer._rehearse(loader)
 

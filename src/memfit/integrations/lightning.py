@@ -42,6 +42,7 @@ from memfit.integrations._lightning import (
     refused_ranks,
     silent,
 )
+from memfit.integrations._refuse import Cause, refuse_any
 from memfit.training import (
     Due,
     KeyedStream,
@@ -74,7 +75,8 @@ class Stop(MemfitCallback):
 
     Args:
         folder: Where checkpoints are kept.
-        every: A checkpoint after so many optimizer steps.
+        every: A checkpoint after so many optimizer steps, beside that at the end.
+        every_seconds: A checkpoint when the last one is so old; None: none by time.
         keep: The newest checkpoints that stay.
         allow: Names of settings that may differ from the checkpoint's, such as ``"learning_rate"``: those of now hold.
 
@@ -83,9 +85,18 @@ class Stop(MemfitCallback):
         StoppedError: In ``fit``: a signal asked for it; everything up to here is saved.
     """
 
-    def __init__(self, folder: Path | str, *, every: int, keep: int = 2, allow: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        every: int | None = None,
+        every_seconds: float | None = 600.0,
+        keep: int = 2,
+        allow: Collection[str] = (),
+    ) -> None:
         super().__init__()
-        self.session = Session(LoopParts({}), SealedFolder(folder), every=every, keep=keep, allow=allow)
+        times: Any = {"every": every, "every_seconds": every_seconds, "keep": keep}
+        self.session = Session(LoopParts({}), SealedFolder(folder), allow=allow, **times)
         self._loader: Any = None
         self._is_asked = self._is_in_epoch = False
         self._followed: dict[str, str] = {}
@@ -104,7 +115,7 @@ class Stop(MemfitCallback):
             val_dataloaders: As for ``trainer.fit``.
             options: More for ``trainer.fit``. ``ckpt_path`` is taken where nothing has been sealed yet.
         """
-        self._refuse(trainer, model)
+        self._check(trainer, model)
         trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, MemfitCallback)] + [self]
         session, self._num_open = self.session, 0
         self._is_asked = self._is_in_epoch = True
@@ -133,6 +144,9 @@ class Stop(MemfitCallback):
             else:
                 train = prepare(train)
             trainer.fit(model, train, _deaf(val_dataloaders), **options | {"weights_only": False})
+            if session.resumed is not None and not session.resumed.is_loaded:  # Lightning has begun nothing
+                session.journal.is_over, at = True, session.position
+                session.journal.resume(session.resumed.path, (at.epoch, at.epoch_step))
 
     def _join(self, trainer: Any) -> None:
         session, signals = self.session, trainer._signal_connector
@@ -147,39 +161,33 @@ class Stop(MemfitCallback):
         trainer.strategy.setup_environment()
         session.join(Ranks.current())
 
-    def _refuse(self, trainer: Any, model: LightningModule) -> None:
-        kind, allow, is_exact = type(trainer), self.session.allow, self.session.stream is not None
-        foreign = {f"the Trainer is that of {kind.__module__}, not of lightning": not isinstance(trainer, Trainer)}
-        self._refuse_any(foreign)
+    def _check(self, trainer: Any, model: LightningModule) -> None:
+        is_exact, kind = self.session.stream is not None, type(trainer).__module__
         cluster = trainer._accelerator_connector.cluster_environment
         if isinstance(cluster, SLURMEnvironment) and cluster.auto_requeue:
             cluster.auto_requeue = False
             say("Lightning's own requeueing is off: a stop ends with exit code 75, on which memfit's script requeues")
-        faults = {
-            **refused_ranks(trainer, model, is_exact),
-            "reload_dataloaders_every_n_epochs is set": bool(trainer.reload_dataloaders_every_n_epochs),
-            "overfit_batches is set": trainer.overfit_batches > 0,
-            "val_check_interval is a time": is_exact and trainer._val_check_time_interval is not None,
-        }
+        is_timed = is_exact and trainer._val_check_time_interval is not None
+        causes = [
+            (f"a Trainer of {kind}", not isinstance(trainer, Trainer), "take that of lightning.pytorch"),
+            *refused_ranks(trainer, model, is_exact),
+            ("reload_dataloaders_every_n_epochs", trainer.reload_dataloaders_every_n_epochs > 0, "leave it off"),
+            ("overfit_batches", trainer.overfit_batches > 0, "leave it off, and train on a part of the data set"),
+            ("a val_check_interval in time", is_timed, "give it as a number of batches"),
+        ]
         for one in trainer.callbacks:
             name = f"callbacks.{type(one).__name__}"
             moves = isinstance(one, BaseFinetuning | BatchSizeFinder | LearningRateFinder)
-            is_late = is_exact and acts_late(one)
-            faults[f"{name} moves step or optimizer when a fit begins"] = moves and name not in allow
-            faults[f"{name} acts by what no checkpoint holds"] = is_late and name not in allow
-        self._refuse_any(faults)
+            why = "it changes step or optimizer when a fit begins: set what it found, and leave it out"
+            late = "it acts later by what no checkpoint holds: leave it out"
+            causes.append((name, moves, f"{why}; or allow=({name!r},)"))
+            causes.append((name, is_exact and acts_late(one), f"{late}; or allow=({name!r},)"))
+        self._refuse(*causes)
         if is_exact:
-            check_compiled(model, allow)
+            check_compiled(model, self.session.allow)
 
-    def _refuse_any(self, faults: Mapping[str, bool]) -> None:
-        how = " exactly" * (self.session.stream is not None)
-        if found := [name for name, is_there in faults.items() if is_there]:
-            raise UsageError(
-                f"This training cannot be stopped and resumed{how}: {'; '.join(found)}.",
-                rule="it has one process or DDP's ranks, one loader, optimizers that step, and callbacks with a state.",
-                remedy="change that (a callback has state_dict and load_state_dict, or is allowed by its name), or "
-                "watch it alone: callbacks=[MemfitCallback()]",
-            )
+    def _refuse(self, *causes: Cause) -> None:
+        refuse_any(causes, self.session.allow, is_exact=self.session.stream is not None)
 
     # --- the way to the first step
 
@@ -187,7 +195,7 @@ class Stop(MemfitCallback):
         """Return the loader to train on, at the place where the checkpoint was."""
         session, at, ranks = self.session, self.session.position, self.session.ranks
         several = isinstance(train, list | tuple | dict | CombinedLoader)
-        self._refuse_any({f"the training data are a {type(train).__name__} of loaders": several})
+        self._refuse((f"a {type(train).__name__} of training loaders", several, "pass one loader"))
         data, made = trainer._data_connector, session.loader(train)
         is_dealt = ranks is not None and isinstance(train, DataLoader) and data._requires_distributed_sampler(train)
         order = order_of(made)
@@ -198,7 +206,7 @@ class Stop(MemfitCallback):
         self._loader = Batches(made, trainer.global_rank, partial(self._fetched, trainer))
         session.course = self._loader if session.stream is None else None
         streams = session.course is not None and (session.course.source is not None or is_stream(made))
-        self._refuse_any({"the training data of several ranks are a stream": streams and ranks is not None})
+        self._refuse(("a stream on several ranks", streams and ranks is not None, "train in one process"))
         session.compare_data(self._loader)
         if session.resumed is not None:
             if order is not None:
@@ -223,7 +231,8 @@ class Stop(MemfitCallback):
             counts |= dict.fromkeys(counts, session.position.batch)
         at = loops["epoch_progress"]["current"]
         if session.resumed is None and session.stream is not None:
-            self._refuse_any({"the checkpoint lies within an epoch and is not sealed": at["processed"] < at["started"]})
+            is_within, ends = at["processed"] < at["started"], "pass one of an epoch's end as ckpt_path"
+            self._refuse(("Lightning's own checkpoint from within an epoch", is_within, ends))
             session.journal.inexact("the checkpoint has no seal of memfit")
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -249,14 +258,13 @@ class Stop(MemfitCallback):
             trainer.should_stop = session.facts["is_over"]
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
         session, at = self.session, self.session.position
         for optimizer in trainer.optimizers:
             hook = optimizer.register_step_post_hook(lambda made, *_: self._after_step(made))
             session.at_end.callback(hook.remove)
         if session.resumed is not None:
-            moved = f"a callback has moved it from step {at.step} to {trainer.global_step}"
-            self._refuse_any({moved: trainer.global_step != at.step})
+            moved = f"a callback that moved it from step {at.step} to {trainer.global_step}"
+            self._refuse((moved, trainer.global_step != at.step, "leave it out"))
             total = trainer.fit_loop.epoch_loop.batch_progress.total
             total.ready = total.completed  # Lightning counts the batch twice in which it was saved
         session.begin()
@@ -313,12 +321,9 @@ class Stop(MemfitCallback):
         self._num_open += 1
         is_made = trainer.global_step != self.session.position.step  # also one that a scaler skipped
         if not pl_module.automatic_optimization:
-            is_made, is_left = (
-                len(self._stepped) == len(trainer.optimizers),
-                self._num_open > trainer.num_training_batches,
-            )
-            why = "the module makes its steps, and an optimizer made none in as many batches as an epoch"
-            self._refuse_any({why: is_left and not is_made})
+            is_made = len(self._stepped) == len(trainer.optimizers)
+            idle = not is_made and self._num_open > trainer.num_training_batches
+            self._refuse(("an optimizer that made no step in an epoch's batches", idle, "step it, or do not return it"))
         if is_made:
             self._stepped.clear()
             self._num_open = 0
@@ -422,17 +427,15 @@ class Exact(Stop):
     Args:
         seed: Other seeds, other order and draws.
         allow: As for ``Stop``, and names of what is refused otherwise, such as ``"data"``.
-        folder, every, keep: As for ``Stop``.
+        folder, every, every_seconds, keep: As for ``Stop``.
 
     Raises:
         UsageError: As for ``Stop``, and what cannot be exact, by name.
         StoppedError: As for ``Stop``.
     """
 
-    def __init__(
-        self, folder: Path | str, *, seed: int, every: int, keep: int = 2, allow: Collection[str] = ()
-    ) -> None:
-        super().__init__(folder, every=every, keep=keep, allow=allow)
+    def __init__(self, folder: Path | str, *, seed: int, **settings: Any) -> None:
+        super().__init__(folder, **settings)
         self.session.stream = KeyedStream(seed)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import signal
 import time
 import warnings
 from collections import Counter
@@ -31,7 +30,7 @@ from memfit.training._journal import Journal
 from memfit.training._oom import release
 from memfit.training._preflight import find_longest, preflight
 from memfit.training._process import seed_rank
-from memfit.training._ranks import SAVE, Ranks
+from memfit.training._ranks import Ranks
 from memfit.training._records import MEASURED, FitResult
 from memfit.training._session import Due, Position, Session
 from memfit.training._setup import Plan, Setup
@@ -60,8 +59,8 @@ class Fit:
         self.parts = FitParts(setup, self.progress, validation=self.validation, data=self.data)
         on_inexact = "warn" if self.step.exactness.allows_inexact else "stop"
         self.session = Session(self.parts, self.keeper, allow=None, on_inexact=on_inexact)
+        self.session.every_seconds = setup.checkpoint_seconds  # 0: after each step
         self._is_open = self._has_room = False
-        self._next_save = 0.0
         self._rollbacks: Counter[int] = Counter()
 
     def run(self) -> FitResult:
@@ -74,7 +73,7 @@ class Fit:
                     self.step.team.fail(error)
                 raise
             finally:
-                beat("end")  # what follows is the script's own
+                beat("end")
 
     @property
     def at(self) -> Position:
@@ -143,7 +142,10 @@ class Fit:
         if found is not None and self.is_first:
             tell_other_ranks(found, session.facts["ranks"], self.ranks, setup.seed)
             check_environment(found.path, session.facts["environment"])
-        self._go_on()
+        session.begin()
+        session.restore_draws()
+        if self.keeper is not None and self.is_first and found is not None:
+            self.keeper.mark(LATEST, self.at.step)
         if self.step.team is not None:
             self.step.team.read_size()
         history = self.progress.history
@@ -154,19 +156,12 @@ class Fit:
     def _join(self, ranks: Ranks) -> None:
         """Take this rank's part of the data, and tell in each vote what it wants."""
         self.data.deal(self.batches_per_step, self.step.split, ranks)
+        self.session.stopper.join(ranks)  # also where nothing is kept
         self.session.join(ranks)
-        self.session.stopper.join(ranks)
-        ranks.is_over, ranks.wants = False, self._wants
+        ranks.is_over = False
         if self.step.team is not None:
             self.step.team.parts += [self.ema] if self.ema is not None else []
             self.step.team.folder = self.step.team.folder or (self.keeper.path if self.keeper is not None else None)
-
-    def _go_on(self) -> None:
-        self.session.begin()
-        self.session.restore_draws()
-        if self.keeper is not None and self.is_first and self.session.resumed is not None:
-            self.keeper.mark(LATEST, self.at.step)
-        self._next_save = time.monotonic() + self.setup.checkpoint_seconds
 
     def _go_back(self, error: HalfUpdatedError) -> None:
         """Go back to the newest checkpoint after an optimizer step that an out-of-memory left half-way."""
@@ -199,7 +194,8 @@ class Fit:
                 validate = partial(self.validation.try_one, find_longest(plan.valid, seconds).batch)
         if self.at.epoch_step or not self.progress.history:  # else a validation is still to be done before
             self._open_epoch()
-            self._meet()
+            self.step.settle()
+            self._stop_or_save()
         preflight(self.step, longest=longest, validate=validate, save=save, num_batches=num_batches)
 
     def _end_as_canary(self) -> NoReturn:
@@ -332,9 +328,8 @@ class Fit:
     # --- stops and checkpoints
 
     def _stop_or_save(self, *, at_once: bool = False) -> None:
-        """Stop here if a signal asked for it, with a checkpoint of this moment; or save if the last one is old."""
-        is_time = self._wants() == SAVE if self.ranks is None else self.ranks.request == SAVE
-        due = self.session.due(is_time=is_time)
+        """Stop or save here, as it is due."""
+        due = self.session.due()
         if due and self.session.is_unsaved and not self.session.is_leaving:
             self._save()
             self.journal.phase("train")
@@ -348,17 +343,6 @@ class Fit:
             if self.ranks is not None:
                 self.ranks.is_over = True
             raise
-
-    def _wants(self) -> int:
-        """Return the number of the signal that was noted, or ``SAVE`` if the last checkpoint is old; else 0."""
-        if self.session.stopper.own is not None:
-            return int(signal.Signals[self.session.stopper.own])
-        return SAVE if self.is_first and time.monotonic() >= self._next_save else 0
-
-    def _meet(self) -> None:
-        """Stop or save, at a place where all ranks come to without a step before it."""
-        self.step.settle()
-        self._stop_or_save()
 
     def _stop_alone(self) -> None:
         """Stop or save, at a place that ranks come to alone: nothing is to be saved there, and the others are told."""
@@ -383,7 +367,6 @@ class Fit:
         path = self.session.save(self._write, twice, **facts)
         if self.step.team is not None:
             self.step.team.forget_size()
-        self._next_save = time.monotonic() + self.setup.checkpoint_seconds
         if self.keeper is not None and self.is_first:
             self.keeper.mark(LATEST, self.at.step)
         if self.at.epoch_step:

@@ -58,7 +58,7 @@ def refuse_changed(
         details = "; ".join(f"{name}: {changed[name][0]} then, {changed[name][1]} now" for name in refused)
         named = f"add allow={(*refused,)!r}: the training goes on with those of now, recorded as a fork; or "
         raise UsageError(
-            f"{path} was made otherwise. {details}.",
+            f"{path} was made with other settings: {details}.",
             rule="a resume goes on with what the checkpoint was made with; a change would mix two trainings.",
             remedy=f"set these back; or {named * (allow is not None)}start over in another folder",
         )

@@ -33,7 +33,7 @@ class Journal:
     those of steps and what they waited for; checkpoints and validation are not in them."""
 
     def __init__(self, num_epochs: int | None = None) -> None:
-        self.num_epochs = num_epochs
+        self.num_epochs, self.is_over = num_epochs, False
         self._next_step, self._has_loaders = 0.0, False
         #: How often each phase was entered, and an epoch ended.
         self.passed: Counter[str] = Counter()
@@ -142,13 +142,13 @@ class Journal:
         where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
         record("resume", path=str(path), epoch=epoch, step=step, text=f"continues {where}")
         of = f", of {format_count(self.num_epochs, 'epoch')}" if self.num_epochs else ""
-        is_over = self.num_epochs is not None and epoch >= self.num_epochs
+        is_over = self.is_over or (self.num_epochs is not None and epoch >= self.num_epochs)
         say(f"{'nothing is left to train' if is_over else 'goes on'} {where}{of} ({path})")
         self._restart()
 
     def inexact(self, why: str) -> None:
-        """Record that a training goes on from a checkpoint that is whole, and why not to the same bytes."""
-        text = f"resumed, sealed and not exact: {why}"
+        """Record why a resume does not lead to the same bytes."""
+        text = f"resumed from a whole checkpoint, but not to the same bytes: {why}"
         record("inexact", reason=why, text=text)
         say(text)
 
@@ -158,10 +158,6 @@ class Journal:
         if is_said:
             say(text)
 
-    def stop(self, signal_name: str, position: tuple[int, int]) -> None:
-        epoch, step = position
-        record("stop", signal=signal_name, epoch=epoch, step=step)
-
 
 class Unheard(Journal):
     """The journal of a rank that tells nothing but, in a canary, its phases: it keeps the times alone."""
@@ -169,7 +165,7 @@ class Unheard(Journal):
     def _ignore(self, *args: Any, **fields: Any) -> None:
         pass
 
-    loaders = step = epoch = early_stop = resume = inexact = verdict = stop = _ignore
+    loaders = step = epoch = early_stop = resume = inexact = verdict = _ignore
 
     def phase(self, name: str) -> None:
         if is_canary():

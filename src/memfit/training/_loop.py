@@ -21,6 +21,7 @@ from memfit.rundir import CANARY_STEPS, canary_over, is_canary, loader_settings
 from memfit.training._feed import is_numbered
 from memfit.training._loop_parts import LoopParts, length_of
 from memfit.training._preflight import rehearse, say_verdict
+from memfit.training._process import say
 from memfit.training._sealed import SealedFolder
 from memfit.training._session import Course, Due, Session
 from memfit.training._split import samples_in
@@ -33,10 +34,10 @@ class Loop:
     | | |
     |---|---|
     | ``Loop()`` | *watch*: phases, steps, epochs, losses and waits become events; nothing else changes |
-    | ``Loop(folder, every=500, model=model, ...)`` | *stop*: SIGTERM, SIGUSR1 or Ctrl-C saves after the step under way
+    | ``Loop(folder, model=model, ...)`` | *stop*: SIGTERM, SIGUSR1 or Ctrl-C saves after the step under way
       and ends with exit code 75; the newest whole checkpoint is taken; random numbers stay as they are |
-    | ``Loop(folder, seed=1, every=500, model=model, ...)`` | *exact*: the same bytes, wherever it was stopped, or a
-      refusal before the first step |
+    | ``Loop(folder, seed=1, model=model, ...)`` | *exact*: the same bytes, wherever it was stopped, or a refusal before
+      the first step |
 
     A step is counted when each optimizer that is named has stepped; without one, each batch is a step.
 
@@ -44,6 +45,7 @@ class Loop:
         folder: Where checkpoints are kept; None: nothing is saved.
         seed: Makes order, items, collation and the model's draws functions of it and of the position.
         every: A checkpoint after so many optimizer steps, beside those at each epoch's end.
+        every_seconds: A checkpoint when the last one is so old; None: none by time.
         keep: The newest checkpoints that stay.
         allow: Names of settings that may differ from the checkpoint's, such as ``"learning_rate"``: those of now hold.
             Or names of what is refused otherwise, such as ``"data"``.
@@ -68,7 +70,7 @@ class Loop:
         ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ...     def loss_of(batch):
         ...         return model(batch).square().mean()
-        ...     loop = Loop(folder, seed=1, every=3, loss=loss_of, model=model, optimizer=optimizer)
+        ...     loop = Loop(folder, seed=1, loss=loss_of, model=model, optimizer=optimizer)
         ...     loader = DataLoader(torch.arange(16.0).view(8, 2) / 16, batch_size=2, shuffle=True)
         ...     for epoch in loop.epochs(2):
         ...         for batch in loop(loader):
@@ -82,28 +84,23 @@ class Loop:
         8
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         folder: Path | str | None = None,
         *,
         seed: int | None = None,
         every: int | None = None,
+        every_seconds: float | None = 600.0,
         keep: int = 2,
         allow: Collection[str] = (),
         settings: Mapping[str, Any] | None = None,
         loss: Callable[[Any], torch.Tensor] | None = None,
         **parts: Any,
     ) -> None:
-        if folder is not None and (every is None or every < 1 or keep < 1):
-            raise UsageError(
-                f"every is {every} and keep is {keep}.",
-                rule="a checkpoint is written after so many optimizer steps, and at least one stays.",
-                remedy="pass for example every=500",
-            )
         self.settings, self._loss_of = dict(settings or {}), loss
         keeper, stream = None if folder is None else SealedFolder(folder), None if seed is None else KeyedStream(seed)
-        options: dict[str, Any] = {"every": every or 0, "keep": keep, "allow": allow}
-        self.session = Session(LoopParts(parts), keeper, stream=stream, **options)
+        times: Any = {"every": every, "every_seconds": every_seconds, "keep": keep}
+        self.session = Session(LoopParts(parts), keeper, stream=stream, allow=allow, **times)
         self._depth = 0
         self._num_batches: int | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -159,8 +156,10 @@ class Loop:
         Args:
             num: The epochs of the whole training; None: until the loop is left.
         """
-        self.session.journal.num_epochs = num
+        is_begun, self.session.journal.num_epochs = self._depth > 0, num
         with self:
+            if is_begun and num is not None and self.session.position.epoch >= num:
+                say(f"nothing is left to train after epoch {num}")
             self._is_in_epochs = True
             try:
                 while num is None or self.session.position.epoch < num:
@@ -181,8 +180,10 @@ class Loop:
         Args:
             loader: A DataLoader, or any batches that can be iterated once per epoch.
         """
+        is_alone = not self._is_in_epochs
+        if is_alone:
+            self.session.journal.num_epochs = 1
         with self:
-            is_alone = not self._is_in_epochs
             if self._was_iterated:
                 raise UsageError(
                     "The loop goes over training data a second time in one epoch.",
@@ -207,7 +208,8 @@ class Loop:
         if session.keeper is not None:
             parts.check(session.allow)
         session.open()
-        session.compare(**self.settings)
+        if not session.identity:  # else these schedules have begun, in this process
+            session.compare(**self.settings)
         session.begin()
         self._losses = list(session.facts.get("losses", self._losses))
         at, resumed = session.position, session.resumed
@@ -248,13 +250,13 @@ class Loop:
             is_over = is_canary() and at.step >= CANARY_STEPS  # a canary begins at 0
             if due is Due.SAVE and at.batch == self._num_batches and self._is_in_epochs:
                 due = Due.NOTHING  # the epoch's end saves
-            self._settle(max(due, session.due(is_time=is_over)))
+            self._settle(max(due, Due(is_over)))
             if is_over:
                 break
         if session.is_leaving:  # what follows may take long
             self._settle(Due.STOP)
         session.journal.phase("validate")
-        session.beat("end")  # what follows is the script's own
+        session.beat("end")
         if session.stream:
             session.stream.step(at.step)
 
@@ -326,7 +328,7 @@ class Loop:
         session.journal.passed["validate"] -= not self._numbers  # nobody knows whether it has validated
         session.end_epoch(({"train_loss": float(total) / number} if number else {}) | self._numbers)
         self._numbers, self._losses = {}, [0.0, 0]
-        due = session.due(is_time=not (is_canary() and session.saved.step))
+        due = max(session.due(), Due(not (is_canary() and session.saved.step)))
         self._settle(min(due, Due.SAVE) if is_last else due)
         if is_canary() and self._is_in_epochs:
             raise canary_over()

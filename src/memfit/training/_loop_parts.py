@@ -212,6 +212,7 @@ def is_stream(loader: Any) -> bool:
 def data_identity(loader: Any) -> dict[str, Any]:
     """Return what must not change of a loader between a checkpoint and its resume; workers may."""
     batches, data, order = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", loader), order_of(loader)
+    batches = getattr(batches, "batch_sampler", None) if hasattr(batches, "skip_batches") else batches  # the same data
     sampler = order.sampler if order is not None else getattr(batches, "sampler", batches)
     size = getattr(batches, "batch_size", None) or getattr(loader, "batch_size", None)
     return {

@@ -8,7 +8,9 @@ import sysconfig
 import types
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from memfit.training._replay import digest_of, leaves_of
 
 #: What a note calls a copy of the weights that nobody saves.
 AVERAGE = "a second set of the weights"
+_DEPTH = 4
 _AVERAGE_SHARE = 0.5  # of the trained weights has such a set
 _CLOCK = 1e9  # seconds since 1970 are more: they differ in each process
 _PLACES = tuple({*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(torch.__file__).parents[1])})
@@ -26,16 +29,9 @@ _OURS = ("memfit", "torch")
 
 def note_of(models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, int]:
     """Return checksums by name of the plain values in what comes from the user's own files: attributes of objects and
-    classes, globals, and locals of the frames under way; the place of each schedule; and whether a second set
-    of the weights is kept. Names that begin with ``_`` are a framework's; a value that no checksum knows is left out."""
+    classes, globals, and locals of the frames under way; the place of each schedule; and whether a second set of the
+    weights is kept. Names that begin with ``_`` are a framework's; a value that no checksum knows is left out."""
     found: defaultdict[str, list[int]] = defaultdict(list)
-
-    def note(name: str, value: Any) -> None:
-        if isinstance(value, float) and value > _CLOCK:
-            return
-        if leaves := list(leaves_of(value, 4, sampled=True)):
-            found[name].append(digest_of([int(one) for one in leaves]))
-
     users = {name for name in list(sys.modules) if _is_user(name)}
     objects = gc.get_objects()
     types_of = list(map(type, objects))  # the one look at all of them: there are a million
@@ -43,36 +39,52 @@ def note_of(models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.
     schedules = {kind for kind in set(types_of) if issubclass(kind, torch.optim.lr_scheduler.LRScheduler)}
     wanted = {*kinds, *schedules, torch.Tensor, torch.nn.Parameter}
     chosen = [objects[number] for number, kind in enumerate(types_of) if kind in wanted]
-    objects.clear()  # it is in a cell that it holds itself, and would keep all of them until the collector comes
-    for one in chosen:
-        kind = type(one)
-        if kind in kinds:
-            for name, value in list(getattr(one, "__dict__", {}).items()):
-                if not name.startswith("_"):
-                    note(f"{kind.__qualname__}.{name}", value)
-        elif kind in schedules:
-            note(f"{kind.__qualname__}.last_epoch", one.last_epoch)
-    for module in [sys.modules[name] for name in users if name in sys.modules]:
-        for name, value in list(vars(module).items()):
-            if isinstance(value, type) and value.__module__ in users:
-                kinds.add(value)
-            elif not name.startswith("__"):
-                note(f"{name} of {module.__name__} (global)", value)
-    for kind in kinds:
-        for name, value in list(vars(kind).items()):
-            if not name.startswith("_"):
-                note(f"{kind.__qualname__}.{name}", value)
-    for frame in _frames(users):
-        for name, value in frame.f_locals.items():
-            note(f"{name} of {frame.f_code.co_name} (local)", value)
+    del objects
+    for name, value in chain(_of_objects(chosen, kinds), _of_modules(users, kinds), _of_frames(users)):
+        is_clock = isinstance(value, float) and value > _CLOCK
+        with suppress(Exception):  # whatever a user's object raises when it is looked at
+            if not is_clock and (leaves := list(leaves_of(value, _DEPTH, sampled=True))):
+                found[name].append(digest_of([int(one) for one in leaves]))
     tensors = [one for one in chosen if type(one) in (torch.Tensor, torch.nn.Parameter)]
-    found |= _average(tensors, list(models), list(optimizers))
-    return {name: digest_of(sorted(values)) for name, values in found.items()}
+    return {name: digest_of(sorted(values)) for name, values in found.items()} | _average(tensors, models, optimizers)
 
 
-def _average(tensors: list[Any], models: list[torch.nn.Module], optimizers: list[Any]) -> dict[str, list[int]]:
-    """Return the checksums of tensors that are shaped like most of the trained weights and are neither these, nor
+def _of_objects(chosen: Iterable[Any], kinds: set[type]) -> Iterator[tuple[str, Any]]:
+    for one in chosen:
+        kind, own = type(one), []
+        if kind in kinds:
+            with suppress(AttributeError):  # with slots; and its own __getattr__ may do anything
+                own = list(object.__getattribute__(one, "__dict__").items())
+            yield from ((f"{kind.__qualname__}.{name}", value) for name, value in own if not name.startswith("_"))
+        elif issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+            yield f"{kind.__qualname__}.last_epoch", one.last_epoch
+
+
+def _of_modules(users: set[str], kinds: set[type]) -> Iterator[tuple[str, Any]]:
+    for module in [sys.modules[name] for name in users if name in sys.modules]:
+        own = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+        kinds |= {one for one in own.values() if isinstance(one, type) and one.__module__ in users}
+        yield from ((f"{name} of {module.__name__} (global)", value) for name, value in own.items())
+    for kind in kinds:
+        own = {name: value for name, value in vars(kind).items() if not name.startswith("_")}
+        yield from ((f"{kind.__qualname__}.{name}", value) for name, value in own.items())
+
+
+def _of_frames(users: set[str]) -> Iterator[tuple[str, Any]]:
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if frame.f_globals.get("__name__") in users and code.co_name != "<module>":
+            yield from ((f"{name} of {code.co_name} (local)", value) for name, value in frame.f_locals.items())
+        frame = frame.f_back
+
+
+def _average(
+    tensors: list[Any], models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+) -> dict[str, int]:
+    """Return the checksum of tensors that are shaped like most of the trained weights and are neither these, nor
     saved, nor of an optimizer; nothing if there are none."""
+    models = list(models)
     weights = [one for model in models for one in model.parameters() if one.requires_grad and one.ndim > 1]
     kept = [one for model in models for one in model.state_dict(keep_vars=True).values()]
     kept += [one.grad for model in models for one in model.parameters()]
@@ -85,19 +97,18 @@ def _average(tensors: list[Any], models: list[torch.nn.Module], optimizers: list
     covered = sum(shape.numel() * min(number, has[shape]) for shape, number in shapes.items())
     if covered <= _AVERAGE_SHARE * sum(one.numel() for one in weights):
         return {}
-    return {AVERAGE: [int(leaf) for one in tensors for leaf in leaves_of(one, sampled=True)]}
-
-
-def _frames(users: set[str]) -> Iterator[types.FrameType]:
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_globals.get("__name__") in users and frame.f_code.co_name != "<module>":
-            yield frame
-        frame = frame.f_back
+    return {AVERAGE: digest_of(sorted(int(leaf) for one in tensors for leaf in leaves_of(one, sampled=True)))}
 
 
 @cache
 def _is_user(name: str) -> bool:
     """Return whether a module lies outside of memfit and of what is installed."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return bool(file) and name.partition(".")[0] not in _OURS and not str(file).startswith(_PLACES)
+    top, file = name.partition(".")[0], getattr(sys.modules.get(name), "__file__", None)
+    if not file or top in _OURS or str(file).startswith(_PLACES):
+        return False
+    return not _has_packages(Path(str(file)).parents[name.count(".") + (Path(str(file)).stem == "__init__")])
+
+
+@cache
+def _has_packages(folder: Path) -> bool:
+    return next(folder.glob("*.dist-info"), None) is not None

@@ -169,7 +169,7 @@ def rehearse(
     except Exception as error:  # the training's own steps may be well, or say the same with their own traceback
         if isinstance(error, DoesNotFitError | SystemExit):
             raise
-        text = f"no verdict whether the largest batch fits: {first_line(error)}"
+        text = f"no verdict whether the largest batch fits: {first_line(error)}".rstrip(".")
         record("untried", text=text)
         say_verdict(f"{text}; allow=('rehearsal',) leaves this out")
         return None

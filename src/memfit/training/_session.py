@@ -12,10 +12,11 @@
 | ``took(batch)`` | for each batch, before the step that it is of begins | each rank |
 | ``begin_step()``, ``is_open = True`` | before a step's first draw, and after its first batch | each rank |
 | ``position.batch``, ``.sample`` | count each batch, before the step that it ends | each rank |
-| ``stepped(loss)`` | after each step; ``made(step)`` and ``meet()`` where a framework counts, and sets ``position`` | all together |
+| ``stepped(loss)`` | after each step | all together |
+| ``made(step)``, ``meet()`` | after each step where a framework counts, and ``position`` is set | all together |
 | ``due()`` | elsewhere between two steps: at an epoch's begin, after a validation or a save | each rank |
-| ``settle(due, write)`` | as it is due, or ``save``, ``stop``; each rank writes into one folder. A stop may let a step or
-two pass, ``is_leaving``: nothing is saved or validated in them | all together |
+| ``settle(due, write)`` | as it is due, or ``save``, ``stop``; each rank writes into one folder | all together |
+| | ``stop`` may let steps pass first, ``is_leaving``: there nothing is saved or validated | |
 | ``end_epoch(numbers)`` | after each epoch's last step, before its save | each rank |
 | ``go_back()`` | to take the newest checkpoint again, where the data can begin anew | all together |
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 import copy
 import enum
 import math
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -34,17 +36,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+from pydantic import PositiveFloat, PositiveInt
+
 from memfit.errors import MemfitError, UsageError
 from memfit.training._beat import beat, keep_beats, leave, lost_peers, peers_lost
 from memfit.training._checkpoint import load_checkpoint, save_checkpoint
-from memfit.training._checks import check_compiled
+from memfit.training._checks import Checked, check_compiled, checked_arguments
 from memfit.training._identity import check_environment, environment, refuse_changed
 from memfit.training._journal import Journal, Unheard
 from memfit.training._loop_parts import GOES_ON, LoopParts, data_identity, is_stream, length_of
 from memfit.training._notes import note_of
 from memfit.training._process import Stopper, rng_state, set_rng_state
 from memfit.training._prove import Proof, is_proving
-from memfit.training._ranks import Ranks, leave_uncaught, order_sums
+from memfit.training._ranks import SAVE, Ranks, leave_uncaught, order_sums
 from memfit.training._replay import PROVING_STEPS, Replay, heard_by
 from memfit.training._sealed import Sealed, SealedFolder
 from memfit.training._stream import KeyedStream, check_loader, stream_identity
@@ -90,24 +95,27 @@ def _once(action: Callable[[], object]) -> object:
 
 class Session:
     """One training: its position, its keeper, its parts. Without a ``keeper`` of checkpoints it is watched alone.
-    ``stream`` makes its random numbers functions of seed and position. ``every``: a checkpoint after so many optimizer
-    steps; ``keep``: the newest checkpoints that stay. With 0, the loop decides both. ``allow`` is None where nobody can
-    name a setting that may differ. ``on_inexact``: ``stop`` or ``warn`` where a resume that is not exact is told; by
-    default a training under keys stops, unless ``allow`` has ``replay``."""
+    ``stream`` makes its random numbers functions of seed and position. ``every``, ``every_seconds`` and ``keep`` are as
+    in ``Loop``; with None the loop decides. ``allow`` is None where nobody can name a setting that may differ.
+    ``on_inexact``: ``stop`` or ``warn`` where a resume that is not exact is told; by default a training under keys
+    stops, unless ``allow`` has ``replay``."""
 
-    def __init__(
+    @checked_arguments
+    def __init__(  # noqa: PLR0913
         self,
         parts: LoopParts,
         keeper: SealedFolder | None = None,
         *,
         stream: KeyedStream | None = None,
-        every: int = 0,
-        keep: int = 0,
+        every: Checked[PositiveInt | None] = None,
+        every_seconds: Checked[PositiveFloat | None] = None,
+        keep: Checked[PositiveInt | None] = None,
         allow: Collection[str] | None = (),
         on_inexact: str = "",
     ) -> None:
         self.parts, self.keeper, self.stream = parts, keeper, stream
-        self.every, self.keep, self.allow, self._has_allow = every, keep, frozenset(allow or ()), allow is not None
+        self.every, self.every_seconds, self.keep = every, every_seconds or math.inf, keep
+        self.allow, self._has_allow = frozenset(allow or ()), allow is not None
         self.journal = Journal()
         self.position, self.saved = Position(), Position()
         #: Whether the step under way has taken a batch: nothing can be saved.
@@ -120,6 +128,7 @@ class Session:
         self.at_end = ExitStack()
         self.stopper = Stopper()
         self._made: tuple[Any, Any] = (None, None)
+        self._saved_at = math.inf
         self.on_inexact = on_inexact
         self.replay: Replay | None = None
         self.proof: Proof | None = None
@@ -173,6 +182,7 @@ class Session:
         if self.keeper is not None:
             self.keeper.ranks = ranks
             self.stopper.join(ranks)
+            ranks.wants = self._wants
             keep_beats(self.keeper.path)
             leave_uncaught()  # an error in a generator's consumer passes no end
 
@@ -234,7 +244,7 @@ class Session:
                     check_environment(resumed.path, self.facts["environment"])
             resumed.is_loaded = True
             self.journal.resume(resumed.path, (at.epoch, at.epoch_step))
-        self.saved = replace(at)
+        self.saved, self._saved_at = replace(at), time.monotonic()
         self._begin_replay()
         if self.stream is not None:
             for wrapper in self.parts.wrappers() if self.ranks else ():
@@ -332,11 +342,18 @@ class Session:
             self._judge()
 
     def meet(self) -> Due:
-        step, every = self.position.step, self.every
-        self.stopper.vote(step)
-        return self.due(is_time=every > 0 and step // every > self.saved.step // every)
+        self.stopper.vote(self.position.step)
+        return self.due()
 
-    def due(self, *, is_time: bool = False) -> Due:
+    def _wants(self) -> int:
+        """Return the signal that this process has noted, or ``SAVE`` if one is due, which rank 0 decides; else 0."""
+        if self.stopper.own is not None:
+            return int(signal.Signals[self.stopper.own])
+        is_old, every = time.monotonic() - self._saved_at >= self.every_seconds, self.every
+        is_due = is_old or (every is not None and self.position.step // every > self.saved.step // every)
+        return SAVE if is_due and (self.ranks is None or self.ranks.rank == 0) else 0
+
+    def due(self) -> Due:
         """Return what is to be done here: nothing within a step, or where nobody knows how the data go on."""
         batch, course = self.position.batch, self.course
         is_lost = course is not None and batch > 0 and course.at(batch).get("source", 0) is None
@@ -346,8 +363,9 @@ class Session:
             return Due.STOP if self.position.step >= self._last_step else Due.NOTHING
         if self.stopper.noted:
             return Due.STOP
-        is_time |= self.proof is not None and self.proof.wants(self.position.step)
-        return Due.SAVE if is_time and self.is_unsaved else Due.NOTHING
+        proves = self.proof is not None and self.proof.wants(self.position.step)
+        asked = self._wants() if self.ranks is None else self.ranks.request
+        return Due.SAVE if (asked == SAVE or proves) and self.is_unsaved else Due.NOTHING
 
     def end_epoch(self, numbers: Mapping[str, float] | None = None) -> None:
         """Begin the next epoch, and record the one that is over; None: its loop does that itself, later."""
@@ -395,7 +413,7 @@ class Session:
         keeper.seal(at.step, {"epoch": at.epoch, **own, **facts})
         if self.keep:
             keeper.prune(self.keep)
-        self.saved = replace(at)
+        self.saved, self._saved_at = replace(at), time.monotonic()
         if self.replay is not None and (self.proof is None or not self.proof.is_sealed):
             self.replay.seal(path)
             if self.proof is not None:
@@ -424,7 +442,7 @@ class Session:
 
     def _has_time(self) -> bool:
         """Return whether half of what a stop leaves is enough for the steps that prove the resume."""
-        return 0 < self._step_seconds[-1] and min(self._step_seconds) * PROVING_STEPS < self.stopper.seconds_left / 2
+        return self._step_seconds[-1] > 0 and min(self._step_seconds) * PROVING_STEPS < self.stopper.seconds_left / 2
 
     # --- the proof of a resume
 
@@ -434,11 +452,15 @@ class Session:
             return
         self.on_inexact = on_inexact
         if self.replay is None:
-            self.replay = Replay(self.ranks.rank if self.ranks is not None else 0)
+            self.replay = Replay(self.ranks.rank if self.ranks is not None else 0, goes_on=on_inexact == "warn")
             self.at_end.callback(heard_by(self.replay))
         resumed = self.resumed
         if resumed is not None and resumed.sealed is not None:
             self.replay.open([resumed.path, *self.keeper.since(resumed.path)], self.position.step)
+            if self.facts["environment"] != environment():
+                self.replay.drifts = "always"
+            elif any(one.is_cuda for model in self.parts.models().values() for one in model.parameters()):
+                self.replay.drifts = "" if torch.are_deterministic_algorithms_enabled() else "later"
             if resumed.changed:
                 self.replay.forget()
             self._is_judged, self._proves = bool(resumed.changed), resumed.path
@@ -461,12 +483,13 @@ class Session:
         self.journal.verdict("inexact", what, is_said=self.on_inexact == "warn")
         if self.on_inexact == "warn":
             return
-        own = list_some(replay.strange) or "what moves"
+        own, way = list_some(replay.strange) or "what moves", "allow=('replay',)"
+        way = way if self._has_allow else "allow_inexact=True"
         raise UsageError(
             f"{what}.",
             rule=f"exact: the steps after {path} are made again and compared; what no checkpoint holds begins anew.",
-            remedy=f"let a checkpoint hold {own} (a state_dict, a buffer), or make it a function of the step, and start "
-            'over in another folder; or pass allow=("replay",) to go on to other weights',
+            remedy=f"let a checkpoint hold {own} (state_dict, a buffer), or make it a function of the step, and start "
+            f"over in another folder; or pass {way} to go on to other weights",
         )
 
     def _end_replay(self, error: BaseException | None) -> None:
