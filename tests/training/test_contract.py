@@ -202,7 +202,9 @@ def test_a_resume_that_is_not_exact_is_told_and_ends_unless_that_is_allowed(loop
     assert first.code == 75 and "2 steps more will be made again, to prove the resume" in first.said
     for found in (told, again):
         assert found.code == 1, found.said
-        assert re.search(r"NOT exact: step 5 is not .* loss .* in place of .*, the batch and the rate the same", found.said)
+        assert re.search(
+            r"NOT exact: step 5 is not .* loss .* in place of .*, the batch and the rate the same", found.said
+        )
     assert warned.code == 0, warned.said
     assert all("This resume is NOT exact: step 5 is" in event["text"] for event in events("inexact"))
     assert len(events("inexact")) == 3

@@ -143,6 +143,8 @@ class Fit:
             tell_other_ranks(found, session.facts["ranks"], self.ranks, setup.seed)
             check_environment(found.path, session.facts["environment"])
         session.begin()
+        if found is not None and session.facts["ranks"] != (1 if self.ranks is None else self.ranks.size):
+            session.waive()
         session.restore_draws()
         if self.keeper is not None and self.is_first and found is not None:
             self.keeper.mark(LATEST, self.at.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import sysconfig
 import types
@@ -15,38 +16,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from memfit.training._replay import digest_of, leaves_of
 
-#: What a note calls a copy of the weights that nobody saves.
-AVERAGE = "a second set of the weights"
+#: How the name of a second set of the weights ends.
+WEIGHTS = " (weights)"
 _DEPTH = 4
-_AVERAGE_SHARE = 0.5  # of the trained weights has such a set
 _CLOCK = 1e9  # seconds since 1970 are more: they differ in each process
 _PLACES = tuple({*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(torch.__file__).parents[1])})
 _OURS = ("memfit", "torch")
 
 
-def note_of(models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, int]:
-    """Return checksums by name of the plain values in what comes from the user's own files: attributes of objects and
-    classes, globals, and locals of the frames under way; the place of each schedule; and whether a second set of the
-    weights is kept. Names that begin with ``_`` are a framework's; a value that no checksum knows is left out."""
+def note_of(models: Iterable[torch.nn.Module]) -> dict[str, int]:
+    """Return checksums by name of what comes from the user's own files and is plain, or a model: attributes of objects
+    and classes, globals, and locals of the frames under way; and the place of each schedule. The name of a second set
+    of the trained weights says so. Names that begin with ``_`` are a framework's and left out."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     users = {name for name in list(sys.modules) if _is_user(name)}
     objects = gc.get_objects()
     types_of = list(map(type, objects))  # the one look at all of them: there are a million
     kinds = {kind for kind in set(types_of) if getattr(kind, "__module__", None) in users}
     schedules = {kind for kind in set(types_of) if issubclass(kind, torch.optim.lr_scheduler.LRScheduler)}
-    wanted = {*kinds, *schedules, torch.Tensor, torch.nn.Parameter}
-    chosen = [objects[number] for number, kind in enumerate(types_of) if kind in wanted]
+    chosen = [objects[number] for number, kind in enumerate(types_of) if kind in kinds or kind in schedules]
     del objects
+    own = {id(part) for model in models for part in model.modules()}
+    shapes = Counter(one.shape for model in models for one in model.parameters() if one.requires_grad)
     for name, value in chain(_of_objects(chosen, kinds), _of_modules(users, kinds), _of_frames(users)):
-        is_clock = isinstance(value, float) and value > _CLOCK
+        if id(value) in own or (isinstance(value, float) and value > _CLOCK):
+            continue
         with suppress(Exception):  # whatever a user's object raises when it is looked at
-            if not is_clock and (leaves := list(leaves_of(value, _DEPTH, sampled=True))):
-                found[name].append(digest_of([int(one) for one in leaves]))
-    tensors = [one for one in chosen if type(one) in (torch.Tensor, torch.nn.Parameter)]
-    return {name: digest_of(sorted(values)) for name, values in found.items()} | _average(tensors, models, optimizers)
+            value = value.state_dict() if isinstance(value, torch.nn.Module) else value
+            if leaves := list(leaves_of(value, _DEPTH, sampled=True)):
+                has = Counter(one.shape for one in tree_leaves(value) if isinstance(one, torch.Tensor))
+                found[name + WEIGHTS * (has >= shapes)].append(digest_of([int(one) for one in leaves]))
+    return {name: digest_of(sorted(values)) for name, values in found.items()}
 
 
 def _of_objects(chosen: Iterable[Any], kinds: set[type]) -> Iterator[tuple[str, Any]]:
@@ -74,30 +78,12 @@ def _of_frames(users: set[str]) -> Iterator[tuple[str, Any]]:
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code
-        if frame.f_globals.get("__name__") in users and code.co_name != "<module>":
-            yield from ((f"{name} of {code.co_name} (local)", value) for name, value in frame.f_locals.items())
+        if frame.f_globals.get("__name__") in users and code.co_flags & inspect.CO_OPTIMIZED:
+            own = frame.f_locals
+            yield from ((f"{name} of {code.co_name} (local)", value) for name, value in own.items())
+            if isinstance(own, dict):  # before Python 3.13 the frame keeps this copy, and with it what it names
+                own.clear()
         frame = frame.f_back
-
-
-def _average(
-    tensors: list[Any], models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
-) -> dict[str, int]:
-    """Return the checksum of tensors that are shaped like most of the trained weights and are neither these, nor
-    saved, nor of an optimizer; nothing if there are none."""
-    models = list(models)
-    weights = [one for model in models for one in model.parameters() if one.requires_grad and one.ndim > 1]
-    kept = [one for model in models for one in model.state_dict(keep_vars=True).values()]
-    kept += [one.grad for model in models for one in model.parameters()]
-    kept += [one for made in optimizers for state in made.state.values() for one in state.values()]
-    held = {one.untyped_storage().data_ptr() for one in kept if isinstance(one, torch.Tensor)}
-    shapes = Counter(one.shape for one in weights)
-    tensors = [one for one in tensors if one.shape in shapes and one.layout is torch.strided]
-    tensors = [one for one in tensors if one.untyped_storage().data_ptr() not in held]
-    has = Counter(one.shape for one in tensors)
-    covered = sum(shape.numel() * min(number, has[shape]) for shape, number in shapes.items())
-    if covered <= _AVERAGE_SHARE * sum(one.numel() for one in weights):
-        return {}
-    return {AVERAGE: digest_of(sorted(int(leaf) for one in tensors for leaf in leaves_of(one, sampled=True)))}
 
 
 @cache

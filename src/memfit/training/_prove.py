@@ -29,6 +29,7 @@ from memfit.training._sealed import SealedFolder
 _MEASURED_STEPS = 3
 #: Where two epochs take too long: the step of the checkpoint, and the last one.
 _SHORT = (5, 12)
+_DRIFT = "its kernels do not repeat to the bit; torch.use_deterministic_algorithms(True) makes them, or names them"
 _PLAN = {"is_second": bool, "seconds": (int, float), "seal": int, "end": int}
 
 
@@ -93,7 +94,7 @@ class Proof:
         replay.note(self._step, note_of(self._parts.models().values(), self._parts.optimizers()) | self._digests())
         passed = self._journal.passed - self._passed
         report = {
-            "why": why or replay.split,
+            "why": why or replay.split or _DRIFT * bool(replay.drift),
             "began": self._began_at,
             "seal": self._seal * self.is_sealed,
             "planned_end": self._last,

@@ -178,7 +178,7 @@ class SealedFolder:
                 continue
             for one in damaged:
                 report_damage(one, f"Taken instead: {path.name}.")
-            return self._proving(found) or found
+            return found if damaged else self._proving(found) or found
         if damaged:
             raise damaged[0]
         return None

@@ -291,9 +291,8 @@ class Session:
             changed = refuse_changed((self.resumed or self.keeper).path, before, self.data, self.allow)
             if self.resumed is not None:
                 self.resumed.changed |= changed
-            if changed and self.replay is not None:
-                self.replay.forget()
-                self._is_judged = True
+            if changed:
+                self.waive()
 
     # --- steps
 
@@ -306,7 +305,7 @@ class Session:
         if self.replay is None:
             return
         if self.replay.is_note_due and not self.is_open:
-            self.replay.note(self.position.step, note_of(self.parts.models().values(), self.parts.optimizers()))
+            self.replay.note(self.position.step, note_of(self.parts.models().values()))
         self.replay.took(batch)
 
     def begin_step(self) -> None:
@@ -332,7 +331,7 @@ class Session:
     def made(self, step: int, num_steps: int = 0) -> None:
         """Compare a step that was made with what it was, if it is made again; UsageError if that is not the same.
         ``num_steps``: as for ``stepped``."""
-        before, self._stepped_at = self._stepped_at, time.monotonic()
+        before, self._stepped_at = self._stepped_at, time.perf_counter()
         if before:
             self._step_seconds.append(self._stepped_at - before)
         if self.replay is not None:
@@ -461,14 +460,20 @@ class Session:
                 self.replay.drifts = "always"
             elif any(one.is_cuda for model in self.parts.models().values() for one in model.parameters()):
                 self.replay.drifts = "" if torch.are_deterministic_algorithms_enabled() else "later"
+            self._is_judged, self._proves = False, resumed.path
             if resumed.changed:
-                self.replay.forget()
-            self._is_judged, self._proves = bool(resumed.changed), resumed.path
+                self.waive()
         if self.proof is None and is_proving():
             self._is_judged = True  # the command judges
             self.proof = Proof(self.keeper, self.parts, self.journal, self.replay, self.position.step)
             if not on_inexact:
                 self.proof.end("its training stops and resumes, and is not exact")
+
+    def waive(self) -> None:
+        """Compare no step with what it was: settings are other ones."""
+        if self.replay is not None:
+            self.replay.forget()
+        self._is_judged = True
 
     def _judge(self, *, is_over: bool = False) -> None:
         """Say once, when the steps of before were made again, how they came out; end what is not exact."""
