@@ -29,8 +29,8 @@ _POLL_SECONDS, _TOLD_SECONDS, _END_SECONDS = 0.1, 5.0, 10.0
 #: The fewest steps after the checkpoint that prove a resume from it.
 _FEWEST = 2
 _LINES, _LINES_BYTES = 8, 1 << 16
-#: What a note calls weights, buffers and optimizers begins so; and an average of the weights.
-_WEIGHTS = ("the ", "a second set of the weights")
+#: Names of weights, buffers and optimizers begin so, and those of a second set of the weights end so.
+_WEIGHTS, _SECOND = "the ", " (weights)"
 
 Reports = list[dict[str, Any]]
 
@@ -188,8 +188,8 @@ def _judge(first: Reports, second: Reports, how: str) -> tuple[str, list[str], l
     """Return the verdict on two runs, its lines, and the names of what differs."""
     one, steps = first[0], f"steps {first[0]['seal'] + 1} to {first[0]['end']}"
     found = dict.fromkeys(name for report in second for name in report["differs_at_end"])
-    at_end = sorted(found, key=lambda name: not name.startswith(_WEIGHTS))
-    weights = [name for name in at_end if name.startswith(_WEIGHTS)]
+    weights = [name for name in found if name.startswith(_WEIGHTS) or name.endswith(_SECOND)]
+    at_end = [*weights, *(name for name in found if name not in weights)]
     for report in second:
         if report["difference"]:
             lost = report["differs_at_seal"]

@@ -91,7 +91,7 @@ class Proof:
         replay.read_late(wait=True)
         at_seal, replay.strange = replay.strange, []
         gc.collect()  # what nobody has any more is not compared
-        replay.note(self._step, note_of(self._parts.models().values(), self._parts.optimizers()) | self._digests())
+        replay.note(self._step, note_of(self._parts.models().values()) | self._digests())
         passed = self._journal.passed - self._passed
         report = {
             "why": why or replay.split or _DRIFT * bool(replay.drift),
