@@ -81,7 +81,7 @@ def test_help_lists_every_verb_with_its_line_also_those_of_other_packages(capsys
     assert {name: found[name] for name in others} == {
         name: text.partition(".")[0] + "." for name, text in others.items()
     }
-    assert len(found) == 14 + len(others)
+    assert len(found) == 15 + len(others)
 
 
 def test_every_public_name_is_there() -> None:

@@ -37,12 +37,13 @@ _VERBS = {
     "launch": ("_launch", "Print the file that starts a training on Slurm or in a container."),
     "estimate": ("_estimate", "Say what device memory a training will take, and what fits."),
     "doctor": ("_doctor", "Find what will go wrong on this machine, or with a command."),
+    "prove": ("_prove", "Say before a long run whether a resume gives the same bytes."),
     "diagnose": ("_diagnose", "Say what killed a job, and what to do about it."),
     "compare": ("_compare", "Say what differs between two runs, and which is better."),
     "panel": ("_panel", "Build, check, extend and prune panels."),
 }
 #: Those that take a command behind --.
-_OF_COMMANDS = ("run", "tune", "doctor")
+_OF_COMMANDS = ("run", "tune", "doctor", "prove")
 #: What the help of a verb ends with.
 _EPILOGS = {
     "run": "\b\nSettings for --set or a config; docs/commands.md lists all:\n"

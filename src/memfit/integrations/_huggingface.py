@@ -94,7 +94,7 @@ class MemfitCallback(transformers.TrainerCallback):
         is_held_up = control.should_evaluate or control.should_save or control.should_training_stop
         if session.is_leaving and (due is Due.STOP or is_between or is_held_up):
             session.stop()
-        control.should_save |= due is Due.STOP and not is_between and not control.should_training_stop
+        control.should_save |= bool(due) and not is_between and not control.should_training_stop
         self._steer(args, state, control)
         if control.should_evaluate or control.should_save:
             self._phase("validate" if control.should_evaluate else "checkpoint")
@@ -102,7 +102,7 @@ class MemfitCallback(transformers.TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # transformers carries the gradients of a stream's last batches over to its next pass
-        control.should_save |= self.session.due() is Due.STOP and not control.should_training_stop
+        control.should_save |= bool(self.session.due()) and not control.should_training_stop
         self._steer(args, state, control)
         self._phase("validate" if control.should_evaluate else "checkpoint" if control.should_save else "train")
 

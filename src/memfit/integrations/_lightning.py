@@ -16,7 +16,15 @@ from torchmetrics import Metric, MetricCollection
 
 from memfit.errors import UsageError
 from memfit.integrations._refuse import Cause
-from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, canary_folder, canary_over, is_canary, loader_settings
+from memfit.rundir import (
+    CANARY_BATCHES,
+    CANARY_STEPS,
+    canary_folder,
+    canary_over,
+    is_canary,
+    loader_settings,
+    scratch_folder,
+)
 from memfit.training import Course, LoopParts, Session, Unheard, length_of, order_of, samples_in
 
 
@@ -51,6 +59,7 @@ class MemfitCallback(Callback):
             trainer.limit_train_batches = CANARY_STEPS * trainer.accumulate_grad_batches
             trainer.limit_val_batches = CANARY_BATCHES if trainer.limit_val_batches else 0
             trainer.val_check_interval, trainer.check_val_every_n_epoch = 1.0, 1
+        if scratch_folder() is not None and stage == "fit":
             for one in trainer.checkpoint_callbacks:
                 one.dirpath = str(canary_folder(trainer.default_root_dir))
 

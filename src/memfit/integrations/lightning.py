@@ -327,7 +327,8 @@ class Stop(MemfitCallback):
         if is_made:
             self._stepped.clear()
             self._num_open = 0
-            session.made(trainer.global_step)
+            batches, every = trainer.num_training_batches, trainer.accumulate_grad_batches
+            session.made(trainer.global_step, 0 if batches == float("inf") else -(-batches // every))
         if is_made and session.is_leaving:
             self._move(trainer, batch_idx + 1)
             if session.due() is Due.STOP or batch_idx + 1 >= trainer.num_training_batches:

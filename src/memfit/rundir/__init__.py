@@ -22,9 +22,15 @@ if TYPE_CHECKING:
     from memfit.rundir._canary import CANARY_BATCHES as CANARY_BATCHES
     from memfit.rundir._canary import CANARY_STEPS as CANARY_STEPS
     from memfit.rundir._canary import CANARY_VARIABLE as CANARY_VARIABLE
+    from memfit.rundir._canary import PROVE_OUTPUTS as PROVE_OUTPUTS
+    from memfit.rundir._canary import PROVE_PLACE as PROVE_PLACE
+    from memfit.rundir._canary import PROVE_PLAN as PROVE_PLAN
+    from memfit.rundir._canary import PROVE_SEALED as PROVE_SEALED
+    from memfit.rundir._canary import PROVE_VARIABLE as PROVE_VARIABLE
     from memfit.rundir._canary import canary_folder as canary_folder
     from memfit.rundir._canary import canary_over as canary_over
     from memfit.rundir._canary import is_canary as is_canary
+    from memfit.rundir._canary import scratch_folder as scratch_folder
     from memfit.rundir._events import LEVELS as LEVELS
     from memfit.rundir._events import Event as Event
     from memfit.rundir._events import EventTail as EventTail

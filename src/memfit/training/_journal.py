@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,8 @@ class Journal:
     def __init__(self, num_epochs: int | None = None) -> None:
         self.num_epochs, self.is_over = num_epochs, False
         self._next_step, self._has_loaders = 0.0, False
+        #: How often each phase was entered, and an epoch ended.
+        self.passed: Counter[str] = Counter()
         self._leaks = LeakDetector()
         self.begin_epoch()
         self._restart()
@@ -53,6 +56,7 @@ class Journal:
     def phase(self, name: str) -> None:
         """End the phase before with what this process holds now, and start the devices' peaks anew."""
         phase(name)
+        self.passed[name] += 1
         self._leave()
         self._phase = name
         reset_device_peaks()
@@ -115,6 +119,7 @@ class Journal:
         names in ``metric`` the host's figure: ``non_reclaimable`` (this process without its loader workers). Its
         ``phases`` hold ``host_bytes`` at the end of each phase, and the peaks of its ``devices``."""
         self._leave()
+        self.passed["epoch"] += 1
         memory = {"metric": "non_reclaimable", "phases": self._phases}
         self.begin_epoch()
         figures = "  ".join(f"{name} {value:.6g}" for name, value in numbers.items())

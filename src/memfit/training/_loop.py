@@ -325,6 +325,7 @@ class Loop:
                 rule="steps are counted when every optimizer that is named has stepped; saves are made there.",
                 remedy="name the optimizers that step, and step them by optimizer.step()",
             )
+        session.journal.passed["validate"] -= not self._numbers  # nobody knows whether it has validated
         session.end_epoch(({"train_loss": float(total) / number} if number else {}) | self._numbers)
         self._numbers, self._losses = {}, [0.0, 0]
         due = max(session.due(), Due(not (is_canary() and session.saved.step)))

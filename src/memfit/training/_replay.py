@@ -144,7 +144,7 @@ class Replay:
         #: Whether losses may differ a little: kernels add in no fixed order, or are another machine's. ``always``: the
         #: first one too, which goes forward from the same weights.
         self.drifts: Literal["", "later", "always"] = ""
-        self._drift = ""
+        self.drift = ""
         self._old: dict[int, dict[str, Any]] = {}
         self._old_notes: dict[int, dict[str, int]] = {}
         self._file: Any = None
@@ -180,7 +180,7 @@ class Replay:
             return f"not proved: {self.split or f'no step after {path.name} was kept to compare with'}{self.words}"
         which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
         then = f"; then {self.split}" if self.split else ""
-        return f"{which} came out as before{self._drift}{then}{self.words}"
+        return f"{which} came out as before{self.drift}{then}{self.words}"
 
     def forget(self) -> None:
         """Compare nothing: settings were changed."""
@@ -295,8 +295,8 @@ class Replay:
             if not (was["rate"] and line["rate"]):  # a rank may have been given what another one's step has made
                 differing = [name for name in differing if name not in ("rate", "settings")]
             if differing == ["loss"] and was["parts"] == line["parts"] and self._drifts_by(was["loss"], line["loss"]):
-                self._drift = (
-                    self._drift or f" but for kernels that do not repeat to the bit, from step {line['at']} on"
+                self.drift = (
+                    self.drift or f" but for kernels that do not repeat to the bit, from step {line['at']} on"
                 )
                 differing = []
             if differing == ["loss"] and was["parts"] != line["parts"]:  # memory was found to be short, or not
@@ -315,7 +315,7 @@ class Replay:
         pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in zip(was, now, strict=True)]
         is_small = all(abs(a - b) <= _MOST_DRIFT * abs(a) for a, b in pairs)
         may = self.drifts == "always" or (self.drifts == "later" and bool(self.compared))
-        return bool(self._drift) or (may and is_small)
+        return bool(self.drift) or (may and is_small)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._file is not None:

@@ -48,6 +48,7 @@ from memfit.training._journal import Journal, Unheard
 from memfit.training._loop_parts import GOES_ON, LoopParts, data_identity, is_stream, length_of
 from memfit.training._notes import note_of
 from memfit.training._process import Stopper, rng_state, set_rng_state
+from memfit.training._prove import Proof, is_proving
 from memfit.training._ranks import SAVE, Ranks, leave_uncaught, order_sums
 from memfit.training._replay import PROVING_STEPS, Replay, heard_by
 from memfit.training._sealed import Sealed, SealedFolder
@@ -130,6 +131,7 @@ class Session:
         self._saved_at = math.inf
         self.on_inexact = on_inexact
         self.replay: Replay | None = None
+        self.proof: Proof | None = None
         self._is_judged, self._proves = True, Path()
         #: The step after which a stop ends the training that has its checkpoint already.
         self._last_step: int | None = None
@@ -323,16 +325,19 @@ class Session:
         self.journal.step(where, loss, device)
         if self.replay is not None and self.stream is None:
             self.replay.heard(math.nan if loss is None else loss, parts)
-        self.made(at.step)
+        self.made(at.step, num_steps)
         return self.due() if has_voted else self.meet()
 
-    def made(self, step: int) -> None:
-        """Compare a step that was made with what it was, if it is made again; UsageError if that is not the same."""
+    def made(self, step: int, num_steps: int = 0) -> None:
+        """Compare a step that was made with what it was, if it is made again; UsageError if that is not the same.
+        ``num_steps``: as for ``stepped``."""
         before, self._stepped_at = self._stepped_at, time.perf_counter()
         if before:
             self._step_seconds.append(self._stepped_at - before)
         if self.replay is not None:
             self.replay.end_step(step)
+            if self.proof is not None:
+                self.proof.made(step, num_steps, self._step_seconds[-1])
             self._judge()
 
     def meet(self) -> Due:
@@ -357,8 +362,9 @@ class Session:
             return Due.STOP if self.position.step >= self._last_step else Due.NOTHING
         if self.stopper.noted:
             return Due.STOP
+        proves = self.proof is not None and self.proof.wants(self.position.step)
         asked = self._wants() if self.ranks is None else self.ranks.request
-        return Due.SAVE if asked == SAVE and self.is_unsaved else Due.NOTHING
+        return Due.SAVE if (asked == SAVE or proves) and self.is_unsaved else Due.NOTHING
 
     def end_epoch(self, numbers: Mapping[str, float] | None = None) -> None:
         """Begin the next epoch, and record the one that is over; None: its loop does that itself, later."""
@@ -407,8 +413,10 @@ class Session:
         if self.keep:
             keeper.prune(self.keep)
         self.saved, self._saved_at = replace(at), time.monotonic()
-        if self.replay is not None:
+        if self.replay is not None and (self.proof is None or not self.proof.is_sealed):
             self.replay.seal(path)
+            if self.proof is not None:
+                self.proof.sealed(at.step)
         return path
 
     @property
@@ -439,7 +447,7 @@ class Session:
 
     def _begin_replay(self) -> None:
         on_inexact = self.on_inexact or ("warn" if "replay" in self.allow else "stop") * (self.stream is not None)
-        if self.keeper is None or not on_inexact:
+        if self.keeper is None or not (on_inexact or is_proving()):
             return
         self.on_inexact = on_inexact
         self.keeper.has_journal = True
@@ -456,6 +464,11 @@ class Session:
             self._is_judged, self._proves = False, resumed.path
             if resumed.changed:
                 self.waive()
+        if self.proof is None and is_proving():
+            self._is_judged = True  # the command judges
+            self.proof = Proof(self.keeper, self.parts, self.journal, self.replay, self.position.step)
+            if not on_inexact:
+                self.proof.end("its training stops and resumes, and is not exact")
 
     def waive(self) -> None:
         """Compare no step with what it was: settings are other ones."""
@@ -491,6 +504,8 @@ class Session:
             return
         try:
             replay.read_late(wait=True)
+            if self.proof is not None and error is None:
+                self.proof.end()
             if error is None and (replay.compared or not (self.journal.is_over or self.stopper.noted)):
                 self._judge(is_over=True)
         finally:

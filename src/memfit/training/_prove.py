@@ -1,0 +1,133 @@
+"""Take part in ``memfit prove``: seal one checkpoint early, make more steps, report, and end as a kill ends a process.
+
+The first run chooses when. The second one is started over a copy of what the first had written when it sealed. Nothing
+of the training is shortened: schedules and callbacks read its length.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from memfit.files import read_json, write_json
+from memfit.rundir import PROVE_OUTPUTS, PROVE_PLACE, PROVE_PLAN, PROVE_SEALED, PROVE_VARIABLE
+from memfit.training._journal import Journal
+from memfit.training._loop_parts import LoopParts
+from memfit.training._notes import note_of
+from memfit.training._replay import Replay, digest_of
+from memfit.training._sealed import SealedFolder
+
+#: The steps by which the seconds of a step are known.
+_MEASURED_STEPS = 3
+#: Where two epochs take too long: the step of the checkpoint, and the last one.
+_SHORT = (5, 12)
+_DRIFT = "its kernels do not repeat to the bit; torch.use_deterministic_algorithms(True) makes them, or names them"
+_PLAN = {"is_second": bool, "seconds": (int, float), "seal": int, "end": int}
+
+
+def is_proving() -> bool:
+    return bool(os.environ.get(PROVE_VARIABLE))
+
+
+class Proof:
+    """What one rank does in ``memfit prove``. ``is_sealed``: the checkpoint is there that the steps are made after;
+    others that follow keep no journal of their own."""
+
+    def __init__(self, keeper: SealedFolder, parts: LoopParts, journal: Journal, replay: Replay, began_at: int) -> None:
+        self._keeper, self._parts, self._journal, self._replay = keeper, parts, journal, replay
+        self._folder = Path(os.environ[PROVE_VARIABLE]).absolute()
+        plan: Mapping[str, Any] = read_json(self._folder / PROVE_PLAN, _PLAN) or {}
+        self._seconds, self._seal, self._last = plan["seconds"], plan["seal"], plan["end"]
+        self._step = self._began_at = began_at
+        self._passed = Counter(journal.passed)
+        self.is_sealed: bool = plan["is_second"]
+        if self.is_sealed and began_at != self._seal:
+            self.end()
+
+    def made(self, step: int, num_steps: int, seconds: float) -> None:
+        """Say where the training is, and end after the last step, or at the first one that is another."""
+        self._step, ranks = step, self._keeper.ranks
+        if not self._seal and step >= min(_MEASURED_STEPS, max(2, num_steps)):
+            is_short = 0 < 2 * num_steps * seconds <= self._seconds
+            within = num_steps + min(3, max(1, num_steps // 2))  # of the second epoch
+            chosen = (within, 2 * num_steps + 2) if is_short else _SHORT
+            self._seal, self._last = self._keeper.lead(lambda: chosen)
+        if self._replay.rank == 0:
+            write_json(self._folder / PROVE_PLACE, {"step": step, "end": self._last}, durable=False)
+        if self.is_sealed and (step >= self._last or (ranks is None and self._replay.difference)):
+            self.end()
+
+    def wants(self, step: int) -> bool:
+        """Return whether the checkpoint is due."""
+        return not self.is_sealed and 0 < self._seal <= step
+
+    def sealed(self, step: int) -> None:
+        """Keep a copy of all outputs if this checkpoint is the one to go on from."""
+        if self.wants(step):
+            if self._keeper.ranks is not None:
+                self._keeper.ranks.settle()  # all have begun their journals
+            self._keeper.lead(self._copy)
+            self._seal, self.is_sealed, self._passed = step, True, Counter(self._journal.passed)
+
+    def _copy(self) -> None:
+        def copy(source: str, target: str) -> None:
+            # what a journal is told after this is to be found in the copy as well
+            (os.link if Path(source).name.startswith("replay") else shutil.copy2)(source, target)
+
+        outputs, sealed = self._folder / PROVE_OUTPUTS, self._folder / PROVE_SEALED
+        shutil.copytree(outputs, sealed, symlinks=True, copy_function=copy)
+
+    def end(self, why: str = "") -> NoReturn:
+        """Report, and end this process without a further word; all ranks together."""
+        replay, ranks = self._replay, self._keeper.ranks
+        replay.read_late(wait=True)
+        at_seal, replay.strange = replay.strange, []
+        gc.collect()  # what nobody has any more is not compared
+        replay.note(self._step, note_of(self._parts.models().values()) | self._digests())
+        passed = self._journal.passed - self._passed
+        report = {
+            "why": why or replay.split or _DRIFT * bool(replay.drift),
+            "began": self._began_at,
+            "seal": self._seal * self.is_sealed,
+            "planned_end": self._last,
+            "end": self._step,
+            "epoch_ends": passed["epoch"],
+            "validations": passed["validate"],
+            "compared": len(replay.compared),
+            "difference": replay.difference,
+            "differs_at_seal": at_seal,
+            "differs_at_end": replay.strange,
+        }
+        write_json(self._folder / f"report-{replay.rank}.json", report)
+        if ranks is not None:
+            ranks.settle()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        os._exit(0)
+
+    def _digests(self) -> dict[str, int]:
+        """Return the checksums of weights, buffers and optimizers by name; each name begins with "the "."""
+        found, names, models = {}, {}, self._parts.models()
+        for prefix, model in models.items():
+            for kind, pairs in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+                for name, one in pairs:
+                    names[id(one)] = f"{prefix}.{name}" if len(models) > 1 else name
+                    found[f"the {kind} {names[id(one)]}"] = digest_of(_own(one))
+        for optimizer in self._parts.optimizers():
+            for number, (one, state) in enumerate(optimizer.state.items()):
+                name = names.get(id(one), f"weight {number}")
+                found[f"the optimizer's state of {name}"] = digest_of({key: _own(state[key]) for key in state})
+        return found
+
+
+def _own(value: Any) -> Any:
+    """Return this rank's part of a tensor that several share."""
+    return value.to_local() if isinstance(value, torch.Tensor) and hasattr(value, "to_local") else value
