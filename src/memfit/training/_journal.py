@@ -33,7 +33,7 @@ class Journal:
     those of steps and what they waited for; checkpoints and validation are not in them."""
 
     def __init__(self, num_epochs: int | None = None) -> None:
-        self.num_epochs, self.is_over = num_epochs, False
+        self.num_epochs, self.is_over, self.was_over = num_epochs, False, False
         self._next_step, self._has_loaders = 0.0, False
         #: How often each phase was entered, and an epoch ended.
         self.passed: Counter[str] = Counter()
@@ -142,8 +142,8 @@ class Journal:
         where = f"in epoch {epoch + 1} after its step {step}" if step else f"after epoch {epoch}"
         record("resume", path=str(path), epoch=epoch, step=step, text=f"continues {where}")
         of = f", of {format_count(self.num_epochs, 'epoch')}" if self.num_epochs else ""
-        self.is_over |= self.num_epochs is not None and epoch >= self.num_epochs
-        say(f"{'nothing is left to train' if self.is_over else 'goes on'} {where}{of} ({path})")
+        self.was_over = self.is_over or (self.num_epochs is not None and epoch >= self.num_epochs)
+        say(f"{'nothing is left to train' if self.was_over else 'goes on'} {where}{of} ({path})")
         self._restart()
 
     def inexact(self, why: str) -> None:

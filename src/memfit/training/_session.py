@@ -506,7 +506,7 @@ class Session:
             replay.read_late(wait=True)
             if self.proof is not None and error is None:
                 self.proof.end()
-            if error is None and (replay.compared or not (self.journal.is_over or self.stopper.noted)):
+            if error is None and (replay.compared or not (self.journal.was_over or self.stopper.noted)):
                 self._judge(is_over=True)
         finally:
             replay.mark(self.position.step)
