@@ -112,7 +112,7 @@ def _adapt(trainer: Any, allow: Collection[str], stream: KeyedStream | None, rec
     # what was put over a method of the instance is what super() reaches
     replaced = {name: staticmethod(own.pop(name)) for name in vars(_Adapted).keys() & own.keys()}
     recovery = Recovery(trainer) if recover else None
-    named = {"__module__": kind.__module__, "memfit": memfit, "recovery": recovery, "loaders": []}
+    named = {"__module__": kind.__module__, "memfit": memfit, "recovery": recovery, "_loaders": []}
     trainer.__class__ = type(kind.__name__, (_Adapted, type(kind.__name__, (kind,), replaced)), named)
 
 
@@ -125,9 +125,9 @@ class _Adapted(_Trainer):  # type: ignore[misc]
     memfit: MemfitCallback
     recovery: Recovery | None
     accelerator: Any
-    loaders: list[Any]
-    lost: dict[str, Any] | None = None
-    is_checked = False
+    _loaders: list[Any]
+    _lost: dict[str, Any] | None = None
+    _is_checked = False
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         memfit, session, options = self.memfit, self.memfit.session, self.args
@@ -137,9 +137,9 @@ class _Adapted(_Trainer):  # type: ignore[misc]
             session.join(Ranks.current())
             self._move_last()
             session.position, session.course, session.is_open = Position(), None, False
-            memfit.is_begun, self.began = False, time.time()
+            memfit.is_begun, self._began = False, time.time()
             path = session.open(lambda: keeper.lead(lambda: choose(resume_from_checkpoint, keeper.path)))
-            self.lost = None
+            self._lost = None
             if not hasattr(self.model, "peft_config"):  # a checkpoint holds its adapters alone
                 note = self.model.register_load_state_dict_post_hook(lambda *load: self._note_load(*load))
                 session.at_end.callback(note.remove)
@@ -147,7 +147,7 @@ class _Adapted(_Trainer):  # type: ignore[misc]
                 return super().train(None if path is None else str(path), *args, **kwargs)
             except StoppedError as error:
                 traceback.clear_frames(error.__traceback__)  # with them goes what iterates, and its workers
-                for loader in self.loaders:
+                for loader in self._loaders:
                     if (lasting := getattr(loader, "_iterator", None)) is not None:
                         lasting._shutdown_workers()
                 raise
@@ -167,7 +167,7 @@ class _Adapted(_Trainer):  # type: ignore[misc]
             self.accelerator = own
         streams, is_plain = isinstance(made.dataset, IterableDataset), not hasattr(made, "base_dataloader")
         if is_plain:
-            made, self.is_checked = session.loader(made, checks=not self.is_checked), True
+            made, self._is_checked = session.loader(made, checks=not self._is_checked), True
         session.compare_data(made)
         if is_plain and (plain.was_asked or streams or session.stream is not None):
             made = own.prepare(made)  # a plain one would not be told the epoch
@@ -179,7 +179,7 @@ class _Adapted(_Trainer):  # type: ignore[misc]
             )
         made = self._stream_of(made) if streams else made
         self.memfit.num_steps = steps_of(made, self.args) or 1
-        self.loaders.append(made)
+        self._loaders.append(made)
         return made
 
     def _stream_of(self, loader: Any) -> Any:
@@ -193,7 +193,7 @@ class _Adapted(_Trainer):  # type: ignore[misc]
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super().get_eval_dataloader(*args, **kwargs)
         deaf_workers(getattr(loader, "base_dataloader", loader))
-        self.loaders.append(loader)
+        self._loaders.append(loader)
         return loader
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,9 +216,9 @@ class _Adapted(_Trainer):  # type: ignore[misc]
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Compare the settings: optimizer and schedule are made, and nothing is loaded over them."""
         made, session = super().create_scheduler(*args, **kwargs), self.memfit.session
-        if self.lost:
+        if self._lost:
             raise UsageError(
-                f"The checkpoint has other weights than the model: {list_some(list(self.lost))}.",
+                f"The checkpoint has other weights than the model: {list_some(list(self._lost))}.",
                 rule="a resume takes every weight; what is missing would go on as it was initialised.",
                 remedy="build the model as it was, or take another output_dir",
             )
@@ -242,8 +242,8 @@ class _Adapted(_Trainer):  # type: ignore[misc]
         """Note what a checkpoint lacks of the model, and the model of it."""
         weights = model.state_dict(keep_vars=True)
         taken = {id(one) for name, one in weights.items() if name not in found.missing_keys}
-        lost = (weights if self.lost is None else self.lost).items()
-        self.lost = {name: one for name, one in lost if id(one) not in taken} | dict.fromkeys(found.unexpected_keys)
+        lost = (weights if self._lost is None else self._lost).items()
+        self._lost = {name: one for name, one in lost if id(one) not in taken} | dict.fromkeys(found.unexpected_keys)
 
     def _rehearse(self, loader: Any) -> None:
         model = self.model_wrapped if self.memfit.session.ranks is None else self.model  # no peer is waited for here
@@ -264,7 +264,7 @@ class _Adapted(_Trainer):  # type: ignore[misc]
         limit, args.save_total_limit = args.save_total_limit, None  # nothing is removed before the seal
         running = [float(self._tr_loss), float(self._total_loss_scalar), self._globalstep_last_logged]
         facts: dict[str, Any] = {"running": [running] if session.ranks is None else session.ranks.gather(running)}
-        facts["seconds"] = session.facts.get("seconds", 0.0) + time.time() - self.began
+        facts["seconds"] = session.facts.get("seconds", 0.0) + time.time() - self._began
         if self.recovery is not None:
             facts["recovery"] = self.recovery.step.state_dict()
         if is_over := bool(getattr(self.callback_handler.train_dataloader, "end_of_dataloader", False)):

@@ -59,7 +59,11 @@ def _of_objects(chosen: Iterable[Any], kinds: set[type]) -> Iterator[tuple[str, 
         if kind in kinds:
             with suppress(AttributeError):  # with slots; and its own __getattr__ may do anything
                 own = list(object.__getattribute__(one, "__dict__").items())
-            yield from ((f"{kind.__qualname__}.{name}", value) for name, value in own if not name.startswith("_"))
+            yield from (
+                (f"{kind.__qualname__}.{name}", value)
+                for name, value in own
+                if not name.startswith("_") and name != "training"
+            )
         elif issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
             yield f"{kind.__qualname__}.last_epoch", one.last_epoch
 

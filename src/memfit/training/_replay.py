@@ -102,17 +102,17 @@ def _of_tensor(value: torch.Tensor, *, sampled: bool = False) -> Iterator[int | 
     if value.device.type == "cpu" and value.nbytes < _LARGE_BYTES:
         yield zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return
-    rows = value.view(_INTEGERS[value.element_size()]).reshape(len(value) if value.ndim else 1, -1)
+    rows = value.reshape(len(value) if value.ndim else 1, -1).contiguous()
+    is_even = rows.shape[1] * rows.element_size() % 8 == rows.storage_offset() * rows.element_size() % 8 == 0
+    rows = rows.view(torch.int64 if is_even else _INTEGERS[rows.element_size()])
     weights = torch.arange(1, len(rows) + 1, device=rows.device)
     total = (rows.sum(1, dtype=torch.int64) * weights).sum()  # wraps: the same in any order
     yield total if value.device.type == "cuda" else int(total)
 
 
 def _draws() -> int:
-    """Return a checksum of the global generators' state."""
-    numpy = np.random.get_state(legacy=False)["state"]
-    found = zlib.crc32(torch.get_rng_state().numpy().tobytes(), zlib.crc32(numpy["key"].tobytes(), int(numpy["pos"])))
-    return (found ^ hash(random.getstate()[1])) & 0xFFFFFFFF
+    """Return a checksum of torch's random state on the CPU: others cost more than all else in a line."""
+    return zlib.crc32(torch.get_rng_state().numpy().tobytes())
 
 
 # --- the journal
@@ -295,9 +295,7 @@ class Replay:
             if not (was["rate"] and line["rate"]):  # a rank may have been given what another one's step has made
                 differing = [name for name in differing if name not in ("rate", "settings")]
             if differing == ["loss"] and was["parts"] == line["parts"] and self._drifts_by(was["loss"], line["loss"]):
-                self.drift = (
-                    self.drift or f" but for kernels that do not repeat to the bit, from step {line['at']} on"
-                )
+                self.drift = self.drift or f" but for kernels that do not repeat to the bit, from step {line['at']} on"
                 differing = []
             if differing == ["loss"] and was["parts"] != line["parts"]:  # memory was found to be short, or not
                 self.split = f"step {line['at']} was made in {was['parts']} parts and is in {line['parts']} now"

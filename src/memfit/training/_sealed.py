@@ -226,7 +226,8 @@ class SealedFolder:
             if _HALF_FILE.fullmatch(path.name):
                 path.unlink()
         for path in self._paths().values():
-            if (path / _MARK).exists() and not (path / SEAL).exists():
+            is_torn = (path / _MARK).exists() and not (path / SEAL).exists()
+            if is_torn or (path.is_dir() and not any(path.iterdir())):  # made, and not yet marked
                 shutil.rmtree(path)
         for path in self.path.glob(f"{_OLD}{self.prefix}*") if self.path.is_dir() else ():
             target = self.path / path.name.removeprefix(_OLD)
