@@ -40,6 +40,7 @@ def rising(step, noise=0, num=8, base=1000):
     return [int((base + step * at + drawn.uniform(-noise, noise)) * MIB) for at in range(num)]
 
 
+@pytest.mark.proves("S1-06")
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
@@ -108,6 +109,7 @@ def test_diagnose_names_growth_although_the_job_completed(tmp_path):
     assert diagnose(make_run(tmp_path, rising(0)).path).notes == ()
 
 
+@pytest.mark.proves("C-02")
 def test_the_owners_of_the_largest_tensors_are_named_from_the_flight_record(tmp_path):
     run = make_run(tmp_path, rising(0))
     large = {

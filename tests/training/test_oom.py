@@ -2,8 +2,10 @@
 
 import errno
 import gc
+import inspect
 import mmap
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +13,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from memfit.training import OomKind, classify_oom, clean_up, device_bytes, release
+import memfit
+from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from memfit.training import BySample, OomKind, Trainer, classify_oom, clean_up, device_bytes, release
 from reading import look
 
 TOO_MUCH = 1 << 46
@@ -318,3 +322,65 @@ def test_clearing_reports_what_was_unreachable_and_no_device_is_woken():
     del cycle
     assert clean_up().num_objects >= 5
     assert device_bytes() == {} or torch.cuda.is_initialized() or torch.xpu.is_initialized()
+
+
+# --- what a clean-up does
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run that this process is a job of."""
+    run = RunDir.create(tmp_path, "demo", "0" * 64)
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(run.path))
+    monkeypatch.setenv(JOB_ID_VARIABLE, "fold_1")
+    return run
+
+
+class Cycle:
+    """Refers to itself and holds a mebibyte."""
+
+    def __init__(self):
+        self.me = self
+        self.held = torch.zeros(1 << 18)
+
+
+@pytest.mark.proves("S1-01", "S4-38")
+@pytest.mark.slow
+def test_a_clean_up_tells_what_it_freed_and_cost(run):
+    gc.collect()
+    gc.disable()
+    try:
+        Cycle()
+        done = clean_up()
+    finally:
+        gc.enable()
+    assert not any(type(one) is Cycle for one in gc.get_objects())
+    assert done.num_objects >= 2
+    assert done.host_bytes >= 1 << 20
+    assert done.seconds > 0
+    (event,) = run.events()
+    assert (event["kind"], event["num_objects"]) == ("cleanup", done.num_objects)
+
+
+@pytest.mark.proves("S1-03", "S4-11")
+@pytest.mark.parametrize("fails_at", [None, 4])
+def test_a_training_cleans_up_after_an_out_of_memory_and_on_no_schedule(run, fails_at):
+    steps = []
+
+    def loss(model, batch):
+        steps.append(len(batch))
+        if len(steps) == fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return model(batch).square().sum(), len(batch)
+
+    trainer = Trainer(torch.nn.Linear(3, 1), loss=loss, split=BySample())
+    trainer.fit([torch.ones(4, 3)] * 5, num_epochs=4, preflight=False)
+    assert len(steps) >= 20
+    assert sum(event["kind"] == "cleanup" for event in run.events()) == (fails_at is not None)
+
+
+@pytest.mark.proves("S1-31", "S4-10", "C-01")
+def test_nothing_but_a_clean_up_empties_the_device_s_cache():
+    package = Path(memfit.__file__).parent
+    assert [path.name for path in package.rglob("*.py") if ".empty_cache()" in path.read_text()] == ["_oom.py"]
+    assert inspect.getsource(clean_up).count(".empty_cache()") == 1

@@ -66,11 +66,12 @@ class Faulty:
         return was
 
     def loss(self, model, batch):
-        if model.training and self.take("forward"):  # not while the loss of parts is compared
+        strikes = model.training  # not while the loss of parts is compared
+        if strikes and self.take("forward"):
             raise torch.OutOfMemoryError(OOM)
         loss = (model(batch) - batch.sum(1, keepdim=True)).square().sum()
         weight = batch[:, 0].abs().sum() + len(batch)  # as of tokens: not the same for all samples
-        return (FailsBackward.apply(loss) if self.take("backward") else loss), weight
+        return (FailsBackward.apply(loss) if strikes and self.take("backward") else loss), weight
 
     def trial(self):
         if self.take("trial"):
@@ -88,7 +89,7 @@ class Faulty:
         return ranked.digest(self.model.state_dict(), self.optimizer.state_dict(), rng_state()["torch"])
 
 
-PLACES = ["forward", "backward", "trial", "update"]
+PLACES = ["forward", "backward", "trial"]
 
 
 def share(number, rank, size):
@@ -116,7 +117,7 @@ def with_and_without_faults(rank, faults, num_steps):
 
 
 @pytest.mark.core
-def test_ranks_that_run_out_of_memory_at_any_place_end_with_the_same_bytes(tmp_path, capfd):
+def test_ranks_that_run_out_of_memory_at_any_place_end_with_the_same_bytes(tmp_path):
     rng = random.Random(1)
     faults = {(rng.randrange(4), number): rng.choice(PLACES) for number in range(14) for _ in range(2)}
     faults |= {(rank, 15): place for rank, place in enumerate(PLACES)}
@@ -125,7 +126,6 @@ def test_ranks_that_run_out_of_memory_at_any_place_end_with_the_same_bytes(tmp_p
     assert all(same and is_none and num == 6 for _, _, same, _, is_none, num in found)  # the unused ones have no state
     in_passes = [key for key, place in faults.items() if place in PLACES[:2] and share(key[1], key[0], 4)]
     assert sum(num for _, _, _, num, *_ in found) == len(in_passes)
-    assert capfd.readouterr().err.count("copied from rank") >= list(faults.values()).count("update") - 2
 
 
 def alone(num_steps):
@@ -356,19 +356,22 @@ def test_a_gradient_that_overflows_on_one_rank_is_skipped_on_all_and_buffers_are
 # --- what cannot go on in the process
 
 
-def all_half(rank):
-    made = Faulty()
-    made.place = "update"
-    assert made.step(X[:4]).skipped is False
-    try:
-        made.step(X[:4])
-    except HalfUpdatedError as error:
-        return error.what
+def half(rank, ranks):
+    told, made = [], Faulty()
+    for next_is in (lambda: made.step(X[:4]), made.step.settle):
+        made.place = "update" if rank in ranks else None
+        assert made.step(X[:4]).skipped is False
+        try:
+            next_is()
+        except HalfUpdatedError as error:
+            told.append(error.what)
+    return told
 
 
-def test_an_update_left_half_way_on_all_ranks_is_an_error_on_all(tmp_path):
-    told = ranked.values(ranked.run(2, tmp_path, all_half))
-    assert told == ["Memory ran out inside AdamW.step on all 2 ranks."] * 2
+@pytest.mark.parametrize(("ranks", "named"), [((0, 1), "rank 0, rank 1"), ((1,), "rank 1")])
+def test_an_update_left_half_way_on_some_ranks_is_an_error_on_all(tmp_path, ranks, named):
+    told = ranked.values(ranked.run(2, tmp_path, half, ranks))
+    assert told == [[f"Memory ran out inside AdamW.step on {named}."] * 2] * 2
 
 
 def lost(rank, how):

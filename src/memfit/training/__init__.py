@@ -32,7 +32,6 @@ from memfit.training._identity import environment as environment
 from memfit.training._identity import refuse_changed as refuse_changed
 from memfit.training._journal import Journal as Journal
 from memfit.training._journal import Unheard as Unheard
-from memfit.training._leaks import LeakDetector as LeakDetector
 from memfit.training._loaders import remade as remade
 from memfit.training._loop import Loop as Loop
 from memfit.training._loop_parts import LoopParts as LoopParts

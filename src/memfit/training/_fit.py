@@ -162,7 +162,6 @@ class Fit:
         self.session.join(ranks)
         ranks.is_over = False
         if self.step.team is not None:
-            self.step.team.parts += [self.ema] if self.ema is not None else []
             self.step.team.folder = self.step.team.folder or (self.keeper.path if self.keeper is not None else None)
 
     def _go_back(self, error: HalfUpdatedError) -> None:

@@ -6,7 +6,6 @@ It knows no trainer, model or optimizer, so any training loop can keep one.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ import torch
 
 from memfit.memory import ProcReader
 from memfit.rundir import is_canary, phase, record
-from memfit.training._leaks import LeakDetector
 from memfit.training._oom import device_bytes, reset_device_peaks
 from memfit.training._process import say
 from memfit.units import format_count
@@ -37,7 +35,6 @@ class Journal:
         self._next_step, self._has_loaders = 0.0, False
         #: How often each phase was entered, and an epoch ended.
         self.passed: Counter[str] = Counter()
-        self._leaks = LeakDetector()
         self.begin_epoch()
         self._restart()
 
@@ -115,9 +112,9 @@ class Journal:
     # --- epochs
 
     def epoch(self, epoch: int, numbers: Mapping[str, float], pace: Mapping[str, float]) -> None:
-        """Record an epoch: loss and metrics, ``pace``, the memory of its phases, and what grows. The event's ``memory``
-        names in ``metric`` the host's figure: ``non_reclaimable`` (this process without its loader workers). Its
-        ``phases`` hold ``host_bytes`` at the end of each phase, and the peaks of its ``devices``."""
+        """Record an epoch: loss and metrics, ``pace``, and the memory of its phases. The event's ``memory`` names in
+        ``metric`` the host's figure: ``non_reclaimable`` (this process without its loader workers). Its ``phases`` hold
+        ``host_bytes`` at the end of each phase, and the peaks of its ``devices``."""
         self._leave()
         self.passed["epoch"] += 1
         memory = {"metric": "non_reclaimable", "phases": self._phases}
@@ -128,8 +125,6 @@ class Journal:
         shown: dict[str, Any] = {**numbers, **pace, "num_threads": psutil.Process().num_threads(), "memory": memory}
         record("epoch", epoch=epoch, num_epochs=self.num_epochs, **shown, text=text)
         say(text)
-        if leak := self._leaks.end_epoch():
-            print(f"memfit: {leak}", file=sys.stderr)
 
     def early_stop(self, epoch: int, why: str, **fields: Any) -> None:
         record("early_stop", epoch=epoch, num_epochs=self.num_epochs, **fields)

@@ -172,36 +172,6 @@ class Ranks:
         """Return how many collectives the group began."""
         return int(self.group._get_sequence_number_for_group())
 
-    def copy(self, source: int, is_half: bool, parts: Sequence[Any]) -> None:
-        """Copy the state of parts from rank ``source`` to those that are ``is_half``; leave if that fails."""
-        with or_leave("the copy of a whole rank's state failed"), torch.no_grad():
-            for part in parts:
-                self._copy(dist.get_global_rank(self.group, source), is_half, part)
-
-    def _copy(self, source: int, is_half: bool, part: Any) -> None:
-        state = part.state_dict()
-        box = [torch.utils._pytree.tree_map(_shape_of, state)]
-        mine = box[0]
-        dist.broadcast_object_list(box, src=source, group=self.side)
-        if is_half and _shapes(mine) != _shapes(box[0]):
-            state = None
-            if isinstance(part, torch.optim.Optimizer):
-                part.state.clear()  # its memory is needed for the copy
-            state = torch.utils._pytree.tree_map(lambda one: one.empty() if isinstance(one, _Shape) else one, box[0])
-        leaves, structure = torch.utils._pytree.tree_flatten(state)
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                group = self.side if leaf.device.type == "cpu" else self.group
-                whole = leaf.contiguous()
-                dist.broadcast(whole, src=source, group=group)
-                if whole is not leaf:
-                    leaf.copy_(whole)
-        if is_half:
-            plain = torch.utils._pytree.tree_leaves(box[0])
-            pairs = zip(leaves, plain, strict=True)
-            leaves = [leaf if isinstance(leaf, torch.Tensor) else value for leaf, value in pairs]
-            part.load_state_dict(torch.utils._pytree.tree_unflatten(leaves, structure))
-
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give all ranks the values of rank 0, as DistributedDataParallel does."""
         dist._broadcast_coalesced(self.group, list(tensors), _BUCKET_BYTES, 0)  # type: ignore[attr-defined]
@@ -281,16 +251,6 @@ class GradientSum:
         return len(piece) == 1 and first.nbytes >= _LARGE_BYTES and first.is_contiguous()
 
 
-@dataclass(frozen=True)
-class _Shape:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-
-    def empty(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
 @contextmanager
 def or_leave(what: str) -> Iterator[None]:
     """Leave with exit code 79 after any error inside: the peers wait for this rank in a collective."""
@@ -366,11 +326,3 @@ def _land(work: Any, grads: list[torch.Tensor], views: list[torch.Tensor]) -> No
     work.wait()
     if views:
         torch._foreach_copy_(grads, views)
-
-
-def _shape_of(leaf: Any) -> Any:
-    return _Shape(tuple(leaf.shape), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _shapes(state: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _Shape) else None, state)

@@ -292,7 +292,7 @@ class Replay:
         was = self._old.pop(line["at"], None)
         if was is not None and not self.difference:
             differing = [name for name in _COMPARED if was.get(name) != line[name]]
-            if not (was["rate"] and line["rate"]):  # a rank may have been given what another one's step has made
+            if not (was["rate"] and line["rate"]):  # an update that was left half-way has none
                 differing = [name for name in differing if name not in ("rate", "settings")]
             if differing == ["loss"] and was["parts"] == line["parts"] and self._drifts_by(was["loss"], line["loss"]):
                 self.drift = self.drift or f" but for kernels that do not repeat to the bit, from step {line['at']} on"

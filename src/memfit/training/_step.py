@@ -161,11 +161,12 @@ class SafeStep(Gradients):
         return self.guard.pending_bytes
 
     def settle(self) -> None:
-        """Meet all ranks before a checkpoint or a validation: an update that some left half-way is healed.
+        """Meet all ranks before a checkpoint or a validation.
 
         Every rank calls it at the same place; it does nothing in a process that trains alone.
 
         Raises:
+            HalfUpdatedError: If memory ran out inside the last update of some rank.
             PeerFailedError: If another rank has failed.
         """
         if self.team is not None:
@@ -226,8 +227,6 @@ class SafeStep(Gradients):
         note = functools.partial(self.note_failure, at={"phase": "update", "microbatch_size": None})
         while True:
             local = self._agree(batches)
-            if local is None:
-                continue
             if local.is_skipped:
                 return StepOutcome(0.0, 0.0, None, 0, 0, self.num_ooms - ooms_before, skipped=True)
             finish = functools.partial(self._finish, local, update=update)
@@ -246,8 +245,8 @@ class SafeStep(Gradients):
         self._remember(local)
         return StepOutcome(local.loss_sum, local.weight, norm, num, size, self.num_ooms - ooms_before, skipped)
 
-    def _agree(self, batches: Sequence[Batch]) -> Local | None:
-        """Return what the step goes on with, None for once more, or raise. One process asks only itself; ranks vote."""
+    def _agree(self, batches: Sequence[Batch]) -> Local:
+        """Return what the step goes on with, or raise. One process asks only itself; ranks vote."""
         if self.team is not None:
             return self.team.agree(self.team.local(batches))
         local = self.local(batches)

@@ -1,7 +1,7 @@
 """Make one step on all ranks: each makes its gradients alone, all vote, then the sum of all is applied on each.
 
 What runs out of memory before the vote is repeated by that rank alone, while its peers wait there. An update that runs
-out of memory on some ranks is healed after the next vote, by a copy of a whole rank's weights and optimizer.
+out of memory on some ranks is an error on all of them after the next vote: they go back to a checkpoint together.
 
 No rank can repeat alone what holds collectives: FSDP2, and DDP that keeps its own reduction. After an out-of-memory it
 writes the smaller size down and leaves. Its peers leave when they see that, and the group begins again, smaller.
@@ -26,7 +26,7 @@ from memfit.training._gradients import Batch, Failure, Local
 from memfit.training._oom import Failed, OomKind, attempt, memory_now
 from memfit.training._process import say
 from memfit.training._ranks import GradientSum, Ranks, Vote, first_line, or_leave
-from memfit.units import format_count
+from memfit.units import format_count, list_some
 
 _MOST_TRIALS = 3
 #: Where a smaller size is written down for the next start of the ranks.
@@ -36,16 +36,15 @@ _REDUCE_LATER = "reduce metrics after the step, and call the model that the loss
 
 
 class Team:
-    """The part of a step, which is a ``SafeStep``, that all ranks make together. ``parts`` are copied from a whole rank
-    when an update was left half-way. A smaller size may be written into ``folder``. ``counts``: the skipped batches and
-    all batches, of all ranks, that the last vote knew."""
+    """The part of a step, which is a ``SafeStep``, that all ranks make together. A smaller size may be written into
+    ``folder``. ``counts``: the skipped batches and all batches, of all ranks, that the last vote knew."""
 
-    heals = True
+    #: Whether a rank repeats its passes alone.
+    repeats = True
 
     def __init__(self, step: Any, ranks: Ranks, check: Callable[[], None]) -> None:
         self.ranks, self._step, self._check = ranks, step, check
         self._sum = GradientSum(ranks, step.parameters())
-        self.parts: list[Any] = [one for one in (step.model, step.optimizer, step.scaler) if one is not None]
         self._buffers = [one for one in step.model.buffers() if not one.is_inference()]
         self._versions = [one._version for one in self._buffers]
         self._is_half = self._has_new_buffers = False
@@ -82,18 +81,16 @@ class Team:
         )
         return Failure(no_room, failed.kind, "reduce", step.sizes.limit)
 
-    def agree(self, local: Local | Failure) -> Local | None:
-        """Return the sums of all ranks; None when a copy healed some, and the step is to be made again."""
+    def agree(self, local: Local | Failure) -> Local:
+        """Return the sums of all ranks, or raise what one of them failed with."""
         step, ranks = self._step, self.ranks
         votes = ranks.vote(self._vote(local))
-        whole = [vote.rank for vote in votes if not vote.is_half]
-        if len(whole) < len(votes) and not any(votes[rank].status for rank in whole):
-            self._heal(whole, first=True)
-            return None
+        if not any(vote.status for vote in votes if not vote.is_half):  # what fails on half weights follows from them
+            self._refuse_half(votes)
         own = local if isinstance(local, Failure) else None
         ranks.raise_failed(votes, None if own is None else step.error_of(own))
         assert isinstance(local, Local)
-        if self.heals:  # else the passes have summed
+        if self.repeats:  # else the passes have summed
             with or_leave("the step failed after the vote"):
                 self._sum.fit(votes)
         return self._take_over(local, votes)
@@ -125,8 +122,8 @@ class Team:
 
     def refuse(self, error: Exception) -> NoReturn:
         """Tell all ranks that this one has no gradients, and raise why."""
-        while True:
-            self.agree(Failure(error))
+        self.agree(Failure(error))
+        raise error
 
     def reduce(self, factor: float) -> float:
         """Sum gradients x ``factor`` over the ranks, and return the factor that is left; share the buffers."""
@@ -159,7 +156,7 @@ class Team:
             raise
         except Exception as error:
             leave(f"the update failed: {first_line(error)}")
-        if not update or not self.heals:
+        if not update or not self.repeats:
             leave(f"out of memory after the vote: {why}")
         self._is_half = True
         record("half_updated", rank=self.ranks.rank, error=why, **self._step.where)
@@ -177,11 +174,10 @@ class Team:
         """Forget what was written down: a checkpoint has it."""
 
     def settle(self) -> None:
-        """Heal what the last update left half-way on some ranks, and raise if one has failed or stops."""
+        """Raise if one has failed or stops, or if the last update was left half-way on some ranks."""
         votes = self.ranks.vote(self.ranks.ballot(is_half=self._is_half))
         self.ranks.raise_failed(votes)
-        if any(vote.is_half for vote in votes):
-            self._heal([vote.rank for vote in votes if not vote.is_half], first=False)
+        self._refuse_half(votes)
         beat("end")  # until what comes next says so
 
     def remember(self) -> bool:
@@ -232,32 +228,22 @@ class Team:
                 remedy="the events 'skip' of each rank say what did not fit; make it smaller, or allow more",
             )
 
-    def _heal(self, whole: Sequence[int], *, first: bool) -> None:
-        """Copy the state of the first whole rank to those that are not; ``first``: to the beginning of this step."""
-        step, is_half = self._step, self._is_half
+    def _refuse_half(self, votes: Sequence[Vote]) -> None:
+        """Raise on all ranks if the last update was left half-way on some."""
         self._is_half = False
-        if not whole:
+        if half := [f"rank {vote.rank}" for vote in votes if vote.is_half]:
             raise HalfUpdatedError(
-                f"Memory ran out inside {type(step.optimizer).__name__}.step on all {self.ranks.size} ranks.",
-                rule="no rank has whole weights that the others could copy.",
+                f"Memory ran out inside {type(self._step.optimizer).__name__}.step on {list_some(half)}.",
+                rule="some weights are updated there and some are not, and all ranks have the same.",
                 remedy="go back to the last checkpoint, as Trainer does by itself; fused=True allocates nothing",
             )
-        if first:
-            step.before.restore()
-            step.num_skipped = self.counts[0]
-        self.ranks.copy(whole[0], is_half, self.parts)
-        if first:
-            step.take_snapshot()
-        if is_half:
-            record("healed", source=whole[0], rank=self.ranks.rank, **step.where)
-            say(f"weights and optimizer copied from rank {whole[0]}")
 
 
 class Together(Team):
     """The ranks of a model whose passes hold collectives. The smaller size is written into ``folder``, that of the run
     or of the checkpoints, for the next start."""
 
-    heals = False
+    repeats = False
 
     def __init__(self, step: Any, ranks: Ranks, called: Any) -> None:
         super().__init__(step, ranks, lambda: None)

@@ -48,7 +48,7 @@ def attempt_phase(step: SafeStep, phase: str, where: Mapping[str, Any], action: 
     before = read_rng()
     result = attempt(action, note)
     if isinstance(result, Failed):
-        if step.team is not None and not step.team.heals:
+        if step.team is not None and not step.team.repeats:
             leave(f"out of memory in the phase {phase!r}, in which all ranks work together: {result.first_line}")
         write_rng(before)
     return result
