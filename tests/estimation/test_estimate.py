@@ -75,7 +75,6 @@ LLAMA = {
     "tie_word_embeddings": False,
 }
 SMALL = Setup(batch=1, seq_len=8)
-SHARDED = replace(SMALL, world_size=8, strategy="fsdp")
 
 
 @pytest.fixture(params=[estimate_config, estimate_formula], ids=["traced", "formula"])
@@ -87,22 +86,9 @@ def both(request):
 
 
 @pytest.mark.slow
-def test_the_phase_load_has_the_whole_model_of_ranks_that_do_not_load_by_shards(both):
-    whole = both(replace(SMALL, optimizer="none")).parts["weights"].value
-    loads = {how: both(replace(SHARDED, load=how)).by_phase["load"] for how in ("any", "shards", "whole")}
-    assert loads["whole"].value >= whole and loads["whole"].upper > whole * 1.125
-    assert whole / 8 < loads["shards"].value < whole / 2
-    assert loads["any"] == Interval(loads["shards"].value, loads["whole"].upper)
-    found = both(replace(SHARDED, optimizer="sgd", load="whole"))
-    assert found.device["allocated_bytes"].upper >= loads["whole"].upper
-    assert "load" not in both(SMALL).by_phase
-
-
-@pytest.mark.slow
-def test_quantised_weights_are_loaded_wide_one_by_one_and_the_rest_may_become_fp32(both):
+def test_beside_quantised_weights_the_rest_may_become_fp32(both):
     found = both(replace(SMALL, lora_rank=4, quantization="nf4"))
-    built, head, widest = found.by_phase["build"], 2048 * 256 * 2, 512 * 256 * 2
-    assert found.by_phase["load"].value == pytest.approx(built.value + widest, abs=widest / 2)
+    built, head = found.by_phase["build"], 2048 * 256 * 2
     assert built.upper - built.value >= 2 * head  # of the embedding and the head
 
 

@@ -12,7 +12,6 @@ from math import ceil
 from typing import Any
 
 from memfit.errors import ConfigError, nearest
-from memfit.estimation._bounds import bound_load
 from memfit.estimation._estimate import Estimate, Metric, judge
 from memfit.estimation._events import Part, Phase
 from memfit.estimation._families import Anatomy, Attention, Kept, Stack, check_names, find_anatomy
@@ -121,8 +120,7 @@ class _Case:
         # Libraries may widen what is not quantised to fp32.
         widened = rest * (setup.quantization != "none" and self.held == 2)
         counted = in_blocks + rest + num_adapters * self.trained
-        self.whole = self._wide(Interval(counted, counted + widened))  # the weights before any sharing
-        self.weights = self._shared(self.whole)
+        self.weights = self._shared(self._wide(Interval(counted, counted + widened)))
         one_gradient = self.num_largest * self.trained
         self.gradients = self._wide(
             Interval(one_gradient, 2 * one_gradient)
@@ -151,12 +149,6 @@ class _Case:
     def _wide(self, counted: Interval) -> Interval:
         """The count with room above it where the family's parameters are not known exactly."""
         return counted.times(1, self.above_count)
-
-    def _load(self) -> Interval | None:
-        largest = max((one.num_weights for one, _ in self.linears), default=0)
-        largest *= self.held * (self.setup.quantization != "none")
-        unit = max(self.num_beside, *(stack.block.num_parameters for stack in self.anatomy.stacks)) * self.held
-        return bound_load(self.setup, self.whole, unit, largest)
 
     @cached_property
     def optimizer(self) -> Interval:
@@ -362,10 +354,8 @@ class _Case:
         ahead = {"activations": kept, "workspaces": ANY_GPU.cublas_workspace_bytes, **run}
         forward = [self._moment(gathered, temporaries=one_of, **ahead) for one_of in (made, halved)]
 
-        weight = self._load()
-        load: dict[Phase, list[_Moment]] = {} if weight is None else {"load": [{"weights": weight}]}
         if setup.optimizer == "none":
-            return load | {"build": [self.always], "forward": forward[:1]}
+            return {"build": [self.always], "forward": forward[:1]}
 
         late = spare if accumulated.value else Interval()
         if setup.optimizer_in_backward:
@@ -384,7 +374,7 @@ class _Case:
         built: _Moment = {"weights": self.weights, "buffers": Interval(0, _BUFFERS)}
         if self.has_masters:
             built["optimizer"] = Interval(0, self.optimizer.upper)
-        return load | {"build": [built], "forward": forward, "backward": backward, "step": [step]}
+        return {"build": [built], "forward": forward, "backward": backward, "step": [step]}
 
     def notes(self) -> list[str]:
         found = []
