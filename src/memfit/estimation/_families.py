@@ -13,8 +13,11 @@ from typing import Any, Literal, NamedTuple
 from memfit.errors import ConfigError
 
 _LARGEST = 1 << 40  # beyond any width, count or vocabulary
-#: Entries of models of images and speech, alone or beside a language model, of state spaces, and of BART.
-_NOT_COUNTED = ("vision_config", "audio_config", "image_size", "num_mel_bins", "state_size", "decoder_layers")
+#: Entries of models of images and speech, alone or beside a language model, of state spaces, of BART, and of experts.
+_NOT_COUNTED = (
+    *("vision_config", "audio_config", "image_size", "num_mel_bins", "state_size", "decoder_layers"),
+    *("num_local_experts", "num_experts", "n_routed_experts"),
+)
 #: The dtype of a kept tensor: that of matrix products; that of the hidden states (fp32 under autocast); fp32; the
 #: 16-bit original beside an fp32 copy; one byte (masks); or nothing, because it is kept elsewhere.
 Kind = Literal["compute", "stream", "fp32", "narrow", "byte", "shared"]
@@ -102,22 +105,20 @@ def check_names(config: Mapping[str, Any]) -> None:
 
 
 class Linear(NamedTuple):
-    """A matrix product with weights: ``copies`` of them (experts); a token runs through ``used``."""
+    """A matrix product with weights."""
 
     name: str
     inputs: int
     outputs: int
     has_bias: bool = False
-    copies: int = 1
-    used: int = 1
 
     @property
     def num_weights(self) -> int:
-        return self.inputs * self.outputs * self.copies
+        return self.inputs * self.outputs
 
     @property
     def num_parameters(self) -> int:
-        return self.num_weights + self.outputs * self.has_bias * self.copies
+        return self.num_weights + self.outputs * self.has_bias
 
 
 class Kept(NamedTuple):
@@ -225,14 +226,10 @@ def _gated_mlp(
     names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     *,
     bias: bool = False,
-    experts: tuple[int, int] = (1, 1),
 ) -> Block:
-    """``down(act(gate(x)) * up(x))``. ``experts``: how many, and used by a token."""
+    """``down(act(gate(x)) * up(x))``."""
     *into, out = names
-    linears = (
-        *(Linear(name, width, inner, bias, *experts) for name in into),
-        Linear(out, inner, width, bias, *experts),
-    )
+    linears = (*(Linear(name, width, inner, bias) for name in into), Linear(out, inner, width, bias))
     kept = (
         Kept("input of the MLP", width, "compute", tuple(into)),
         *_activation(act, inner),
@@ -240,8 +237,7 @@ def _gated_mlp(
         Kept("up", inner),
         Kept("gated", inner, "compute", (out,)),
     )
-    used = experts[1]
-    return Block(width, linears, (), tuple(one._replace(width=one.width * used) for one in kept), 0, 2 * inner * used)
+    return Block(width, linears, (), kept, 0, 2 * inner)
 
 
 def _plain_mlp(width: int, inner: int, act: str, names: tuple[str, str], *, bias: bool = True) -> Block:
@@ -283,14 +279,14 @@ def _join(parts: tuple[Block, ...], norms: tuple[Kept, ...], num_norm_parameters
 
 
 def _gated_decoder(config: ModelConfig, family: str) -> Anatomy:
-    """Llama, Mistral, Qwen, Gemma, Mixtral and models like them."""
+    """Llama, Mistral, Qwen, Gemma and models like them."""
     width, heads = config.hidden, config.heads
     default = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3": 256}.get(family)
     is_split = config.get("head_dim") is None and default is None
     dim = config.split_width if is_split else config.size("head_dim", default=default, least=1)
     kv_heads = config.size("num_key_value_heads", default=heads, least=1)
     flavour = "gemma" if family.startswith("gemma") else "llama"
-    has_qk_norm = family in ("qwen3", "qwen3_moe", "gemma3")
+    has_qk_norm = family in ("qwen3", "gemma3")
     num_norms = 4 if family in ("gemma2", "gemma3") else 2
     bias = bool(config.get("attention_bias", "use_qkv_bias", default=False))
     biases = (True, False) if family == "qwen2" else (bias, bias)
@@ -302,24 +298,14 @@ def _gated_decoder(config: ModelConfig, family: str) -> Anatomy:
     norms = _rms_norm(width, flavour) * num_norms
     if has_qk_norm:
         norms += _rms_norm(heads * dim, flavour) + _rms_norm(kv_heads * dim, flavour)
-    mlp = _gated_experts(config, width)
+    act = config.text("hidden_activation", "hidden_act", default="silu")
+    mlp = _gated_mlp(width, config.inner, act, bias=bool(config.get("mlp_bias", default=False)))
     masks = 2 if config.drops("resid_pdrop", "hidden_dropout") else 0
     block = _join((attend, mlp), norms, num_norms * width + 2 * dim * has_qk_norm, masks)
     caps_logits = bool(config.get("final_logit_softcapping", default=30.0 if family == "gemma2" else 0.0))
     tied = family.startswith("gemma")
     stacks = (Stack(block, config.layers),)
     return _language_model(config, family, stacks, tied=tied, others=width, caps_logits=caps_logits)
-
-
-def _gated_experts(config: ModelConfig, width: int) -> Block:
-    act = config.text("hidden_activation", "hidden_act", default="silu")
-    count = config.size("num_local_experts", "num_experts", "n_routed_experts", default=1)
-    if count <= 1:
-        return _gated_mlp(width, config.inner, act, bias=bool(config.get("mlp_bias", default=False)))
-    used = config.size("num_experts_per_tok", "moe_top_k", default=2)
-    inner = config.size("moe_intermediate_size", default=config.inner)
-    router = Block(width, (Linear("gate", width, count),), (), (Kept("scores of experts", count, "fp32"),), 0, 0)
-    return _join((_gated_mlp(width, inner, act, experts=(count, used)), router), (), 0)
 
 
 def _plain_decoder(config: ModelConfig, family: str) -> Anatomy:
@@ -405,7 +391,6 @@ def _encoder(config: ModelConfig, family: str) -> Anatomy:
 #: The families whose parameters are counted exactly, by ``model_type``.
 FAMILIES: Mapping[str, Callable[[ModelConfig, str], Anatomy]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"), _gated_decoder),
-    **dict.fromkeys(("mixtral", "qwen3_moe"), _gated_decoder),
     **dict.fromkeys(("gpt2", "gpt_neox"), _plain_decoder),
     **dict.fromkeys(("t5", "mt5"), _t5),
     **dict.fromkeys(("bert", "roberta"), _encoder),
@@ -420,13 +405,13 @@ _NEAREST = {
 
 def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
     """Return what a config's model is made of; refuse one that is no language model of attention alone."""
-    if other := next((name for name in _NOT_COUNTED if config.get(name)), ""):
+    read = ModelConfig(config)
+    if other := next((name for name in _NOT_COUNTED if read.get(name)), ""):
         raise ConfigError(
             f"the model's config has {other}.",
-            rule="the formula counts language models; BART, models of images and speech, and state spaces are traced.",
+            rule="the formula counts language models; BART, experts, images, speech and state spaces are traced.",
             remedy="trace it: memfit estimate --hf-config config.json, without --formula",
         )
-    read = ModelConfig(config)
     kind = read.text("model_type", default="")
     kind = _ALIASES.get(kind, kind)
     family = kind if kind in FAMILIES else _NEAREST.get(kind, "llama")

@@ -112,7 +112,7 @@ class _Case:
         if rank := setup.lora_rank:
             adapted = [(one, count) for one, count in self.linears if one.name in self.targets]
             largest = [rank * max(one.inputs, one.outputs) for one, _ in adapted]
-            num_adapters = sum(count * rank * (one.inputs + one.outputs) * one.copies for one, count in adapted)
+            num_adapters = sum(count * rank * (one.inputs + one.outputs) for one, count in adapted)
             self.num_trained = num_adapters
         self.num_largest = max(largest, default=0)
         rest = (anatomy.num_parameters - self.num_weights) * self.held
@@ -254,7 +254,7 @@ class _Case:
             return whole
         if self.setup.gradient_checkpointing == "full":
             return entry
-        numbers = [linear.outputs * linear.used for linear in block.linears]
+        numbers = [linear.outputs for linear in block.linears]
         results = sum(one.heads * one.head_dim for one in block.attentions)
         half, every = (count * (sum(some) + results) * self.compute for some in (numbers[::2], numbers))
         value = min(entry.value + half, whole.value)  # torchtitan keeps every second product, others all
