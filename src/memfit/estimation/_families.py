@@ -174,10 +174,9 @@ class Anatomy:
     family: str  # of `FAMILIES`: the one that it is counted like
     stacks: tuple[Stack, ...]
     tables: tuple[tuple[int, int], ...]  # rows and width of each embedding
-    head: Linear | None  # makes the logits
+    head: Linear  # makes the logits
     is_tied: bool  # the head's weight is the first embedding
     num_other_parameters: int  # outside of blocks, embeddings and head
-    has_token_logits: bool = True  # False: one row a sample
     caps_logits: bool = False  # the logits have a softcap
     upcasts_logits: bool = True  # the loss needs them in fp32 (ForCausalLMLoss in loss/loss_utils.py)
     is_exact: bool = True  # the count of parameters is that of transformers
@@ -186,9 +185,7 @@ class Anatomy:
     def num_parameters(self) -> int:
         found = sum(stack.block.num_parameters * stack.num_blocks for stack in self.stacks) + self.num_other_parameters
         found += sum(rows * width for rows, width in self.tables)
-        if self.head is not None:
-            found += self.head.num_parameters - self.head.num_weights * self.is_tied
-        return found
+        return found + self.head.num_parameters - self.head.num_weights * self.is_tied
 
 
 def _language_model(
@@ -355,64 +352,26 @@ def _t5(config: ModelConfig, family: str) -> Anatomy:
     return _language_model(config, family, stacks, tied=True, others=others, upcasts_logits=False)
 
 
-def _encoder_block(config: ModelConfig) -> Block:
-    width, heads = config.hidden, config.heads
-    drops = config.drops("attention_probs_dropout_prob", "attention_dropout", default=0.1)
-    attention = Attention(heads, heads, config.split_width, drops, upcasts=False)
-    names = ("query", "key", "value", "attention.output.dense")
-    attend = _attention(width, attention, names, bias=(True, True))
-    act = config.text("hidden_act", "activation", default="gelu")
-    mlp = _plain_mlp(width, config.inner, act, ("intermediate.dense", "output.dense"))
-    drops_stream = config.drops("hidden_dropout_prob", "dropout", default=0.1)
-    return _join((attend, mlp), _layer_norm(width) * 2, 4 * width, 2 * drops_stream)
-
-
-def _encoder(config: ModelConfig, family: str) -> Anatomy:
-    """BERT and RoBERTa, bare or with the head that ``architectures`` names."""
-    width, vocabulary, task = config.hidden, config.size("vocab_size"), (config.get("architectures") or ["Model"])[0]
-    positions, types = config.size("max_position_embeddings", default=512), config.size("type_vocab_size", default=2)
-    tables = ((vocabulary, width), (positions, width), *(((types, width),) if types else ()))
-    stacks = (Stack(_encoder_block(config), config.layers),)
-    dense, others = width * width + width, 2 * width
-    if task.endswith(("ForMaskedLM", "ForPreTraining")):
-        head = Linear("decoder", width, vocabulary, has_bias=True)
-        others += dense + 2 * width
-        if task.endswith("ForPreTraining") and family == "bert":
-            others += dense + 2 * width + 2
-        return Anatomy(family, stacks, tables, head, True, others, upcasts_logits=False)
-    is_classifier = task.endswith(("ForSequenceClassification", "ForTokenClassification"))
-    names = config.get("id2label")
-    labels = len(names) if isinstance(names, Mapping) else config.size("num_labels", default=2)
-    classifier = Linear("classifier", width, labels, has_bias=True) if is_classifier else None
-    others += 0 if task.endswith("ForTokenClassification") else dense  # the pooler, or the classifier's first layer
-    return Anatomy(family, stacks, tables, classifier, False, others, has_token_logits=False)
-
-
 #: The families whose parameters are counted exactly, by ``model_type``.
 FAMILIES: Mapping[str, Callable[[ModelConfig, str], Anatomy]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"), _gated_decoder),
     **dict.fromkeys(("gpt2", "gpt_neox"), _plain_decoder),
     **dict.fromkeys(("t5", "mt5"), _t5),
-    **dict.fromkeys(("bert", "roberta"), _encoder),
 }
-_ALIASES = {"gemma3_text": "gemma3", "xlm-roberta": "roberta", "camembert": "roberta"}
-#: The nearest family of models without exact counts; the others are counted like Llama.
-_NEAREST = {
-    **dict.fromkeys(("falcon", "phi", "opt", "bloom"), "gpt_neox"),
-    **dict.fromkeys(("deberta", "deberta-v2", "electra", "distilbert"), "bert"),
-}
+#: Counted like GPT-NeoX; the others without exact counts like Llama.
+_LIKE_NEOX = ("falcon", "phi", "opt", "bloom")
 
 
 def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
     """Return what a config's model is made of; refuse one that is no language model of attention alone."""
     read = ModelConfig(config)
-    if other := next((name for name in _NOT_COUNTED if read.get(name)), ""):
+    kind = read.text("model_type", default="").removesuffix("_text")  # Gemma 3
+    encoder = f"model_type = {kind!r}" if "bert" in kind or kind == "electra" else ""
+    if other := next((name for name in _NOT_COUNTED if read.get(name)), encoder):
         raise ConfigError(
             f"the model's config has {other}.",
-            rule="the formula counts language models; BART, experts, images, speech and state spaces are traced.",
+            rule="the formula counts decoders and T5; BERT, BART, experts, images, speech and state spaces are traced.",
             remedy="trace it: memfit estimate --hf-config config.json, without --formula",
         )
-    kind = read.text("model_type", default="")
-    kind = _ALIASES.get(kind, kind)
-    family = kind if kind in FAMILIES else _NEAREST.get(kind, "llama")
+    family = kind if kind in FAMILIES else "gpt_neox" if kind in _LIKE_NEOX else "llama"
     return replace(FAMILIES[family](read, family), is_exact=family == kind)

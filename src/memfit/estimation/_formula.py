@@ -52,8 +52,6 @@ def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None
         (Interval(value=497759232, upper=497759232), 'step')
     """
     check_names(config)
-    if (config.get("architectures") or ["Model"])[0].endswith("Model"):  # no class with a loss is named
-        config = {**config, "architectures": ["ForMaskedLM"]}
     case = _Case(find_anatomy(config), setup)
     moments = case.moments()
     by_phase = {
@@ -281,9 +279,7 @@ class _Case:
         """The most that logits and loss take in the forward pass, and in the backward pass. A loss in chunks is
         computed again chunk by chunk, or keeps all log-probabilities."""
         head, batch = self.anatomy.head, self.setup.batch
-        if head is None:
-            return Interval(), Interval()
-        rows = batch * self._tokens(self.anatomy.stacks[-1])[0] if self.anatomy.has_token_logits else batch
+        rows = batch * self._tokens(self.anatomy.stacks[-1])[0]
         numbers, chunks = rows * head.outputs, max(self.setup.loss_chunks, 1)
         wide = 4 if self.anatomy.upcasts_logits or self.is_amp else self.compute
         capped = self.compute * self.anatomy.caps_logits  # the result of the hyperbolic tangent
@@ -298,7 +294,7 @@ class _Case:
         """Weights in autocast's dtype: all of them at the end of the forward pass."""
         if self.held == self.compute or self.setup.is_sharded:
             return Interval()
-        numbers = self.num_weights + (self.anatomy.head.num_weights if self.anatomy.head else 0)
+        numbers = self.num_weights + self.anatomy.head.num_weights
         return self._wide(Interval(numbers * self.compute))
 
     @property
