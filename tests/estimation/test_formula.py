@@ -104,7 +104,6 @@ _GPT2 = {"n_embd": 256, "n_layer": 2, "n_head": 8, "vocab_size": 1000, "bos_toke
         *((kind, _GROUPED, "CausalLM") for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")),
         ("gemma3_text", _GROUPED, "CausalLM"),
         ("llama", {**_GROUPED, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, "CausalLM"),
-        ("gpt_neox", _DECODER, "CausalLM"),
         ("gpt2", _GPT2, "CausalLM"),
         ("t5", _T5, "Seq2SeqLM"),
         ("mt5", {**_T5, "num_decoder_layers": 3, "tie_word_embeddings": False}, "Seq2SeqLM"),
@@ -281,7 +280,7 @@ def test_bounds_are_never_below_values_and_wider_for_an_unknown_family() -> None
 @pytest.mark.parametrize(
     ("kind", "config", "like", "count"),
     [
-        ("falcon", FALCON_7B, "gpt_neox", 6_921_720_704),
+        ("falcon", FALCON_7B, "gpt2", 6_921_720_704),
         ("whatever", LLAMA_8B, "llama", 8_030_261_248),
     ],
 )
@@ -338,7 +337,6 @@ FIGURES = [
     (SMALL, {"lora_rank": 4, "lora_targets": ("all-linear",), "quantization": "nf4"}, [1448710144, 2835497001]),
     (SMALL, {"optimizer": "adamw8bit", "optimizer_in_backward": True}, [1389655280, 2497430547]),
     ({**_GROUPED, "model_type": "gemma3_text"}, {"seq_len": 300, "clip_grad_norm": False}, [631269888, 2107709798]),
-    ({**_DECODER, "model_type": "gpt_neox"}, {"attention": "eager", "optimizer": "momentum"}, [472332288, 2039865375]),
     ({**_GPT2, "model_type": "gpt2"}, {"dtype": "fp16-amp", "optimizer": "paged_adamw"}, [463990784, 1907320243]),
     ({**_T5, "model_type": "t5"}, {"target_len": 96, "dtype": "bf16-amp"}, [596242432, 2167055198]),
     ({**_T5, "model_type": "mt5", "num_decoder_layers": 3}, {**_FULL, "optimizer": "sgd"}, [360385024, 2052311193]),

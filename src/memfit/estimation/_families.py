@@ -138,8 +138,6 @@ class Attention(NamedTuple):
     has_dropout: bool = False  # of the scores
     is_crossed: bool = False  # keys come from the source sequence
     upcasts: bool = True  # its softmax runs in fp32
-    # One product makes queries, keys and values: the values are a view that keeps it beside the rotated copies.
-    is_fused_rotary: bool = False
     # Each block adds its own bias of positions (create_position_bias_mask in integrations/sdpa_attention.py).
     is_biased: bool = False
     is_capped: bool = False  # the scores have a softcap, which no fused kernel supports
@@ -306,24 +304,17 @@ def _gated_decoder(config: ModelConfig, family: str) -> Anatomy:
 
 
 def _plain_decoder(config: ModelConfig, family: str) -> Anatomy:
-    """GPT-2 and GPT-NeoX: LayerNorms and an MLP without a gate."""
-    width, heads, is_neox = config.hidden, config.heads, family == "gpt_neox"
-    names, mlp_names, act = (
-        (("query_key_value", "dense"), ("dense_h_to_4h", "dense_4h_to_h"), "gelu")
-        if is_neox
-        else (("c_attn", "c_proj"), ("c_fc", "mlp.c_proj"), "gelu_new")
-    )
-    default = 0.0 if is_neox else 0.1
-    drops = config.drops("attention_dropout", "attn_pdrop", default=default)
-    attention = Attention(heads, heads, config.split_width, drops, upcasts=False, is_fused_rotary=is_neox)
-    bias = bool(config.get("attention_bias", default=True))
-    attend = _attention(width, attention, names, bias=(bias, bias))
-    act = config.text("activation_function", "hidden_act", "activation", default=act)
-    mlp = _plain_mlp(width, config.inner, act, mlp_names)
-    masks = 2 * config.drops("resid_pdrop", "hidden_dropout", "dropout", default=default)
+    """GPT-2: LayerNorms and an MLP without a gate."""
+    width, heads = config.hidden, config.heads
+    drops = config.drops("attention_dropout", "attn_pdrop", default=0.1)
+    attention = Attention(heads, heads, config.split_width, drops, upcasts=False)
+    attend = _attention(width, attention, ("c_attn", "c_proj"), bias=(True, True))
+    act = config.text("activation_function", "hidden_act", "activation", default="gelu_new")
+    mlp = _plain_mlp(width, config.inner, act, ("c_fc", "mlp.c_proj"))
+    masks = 2 * config.drops("resid_pdrop", "hidden_dropout", "dropout", default=0.1)
     stacks = (Stack(_join((attend, mlp), _layer_norm(width) * 2, 4 * width, masks), config.layers),)
-    positions = () if is_neox else ((config.size("max_position_embeddings", "n_positions", default=1024), width),)
-    return _language_model(config, family, stacks, tied=not is_neox, others=2 * width, tables=positions)
+    positions = ((config.size("max_position_embeddings", "n_positions", default=1024), width),)
+    return _language_model(config, family, stacks, tied=True, others=2 * width, tables=positions)
 
 
 def _t5(config: ModelConfig, family: str) -> Anatomy:
@@ -355,11 +346,11 @@ def _t5(config: ModelConfig, family: str) -> Anatomy:
 #: The families whose parameters are counted exactly, by ``model_type``.
 FAMILIES: Mapping[str, Callable[[ModelConfig, str], Anatomy]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"), _gated_decoder),
-    **dict.fromkeys(("gpt2", "gpt_neox"), _plain_decoder),
+    "gpt2": _plain_decoder,
     **dict.fromkeys(("t5", "mt5"), _t5),
 }
-#: Counted like GPT-NeoX; the others without exact counts like Llama.
-_LIKE_NEOX = ("falcon", "phi", "opt", "bloom")
+#: Counted like GPT-2; the others without exact counts like Llama.
+_LIKE_GPT2 = ("gpt_neox", "falcon", "phi", "opt", "bloom")
 
 
 def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
@@ -373,5 +364,5 @@ def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
             rule="the formula counts decoders and T5; BERT, BART, experts, images, speech and state spaces are traced.",
             remedy="trace it: memfit estimate --hf-config config.json, without --formula",
         )
-    family = kind if kind in FAMILIES else "gpt_neox" if kind in _LIKE_NEOX else "llama"
+    family = kind if kind in FAMILIES else "gpt2" if kind in _LIKE_GPT2 else "llama"
     return replace(FAMILIES[family](read, family), is_exact=family == kind)

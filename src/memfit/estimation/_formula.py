@@ -214,7 +214,6 @@ class _Case:
         wide, narrow = one.heads * one.head_dim, one.kv_heads * one.head_dim
         batch, size = self.setup.batch, self.compute
         value = batch * (2 * queries * wide + 2 * keys * narrow) * size
-        value += batch * queries * (wide + narrow) * size * one.is_fused_rotary
         repeated = batch * 2 * keys * (wide - narrow) * size
         pairs = one.heads * queries * keys
         if self._keeps_scores(one):
