@@ -20,7 +20,6 @@ Part = Literal[
 ]
 Phase = Literal["build", "forward", "backward", "step"]
 PARTS: tuple[Part, ...] = get_args(Part)
-PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Event(NamedTuple):
