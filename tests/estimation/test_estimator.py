@@ -132,12 +132,6 @@ def test_a_device_gives_a_verdict():
     assert refused.verdict == "does not fit"
 
 
-def test_the_load_of_a_whole_model_by_each_rank_may_take_most():
-    setup = Setup(dtype="fp32", world_size=8, strategy="fsdp", optimizer="sgd", load="whole")
-    found = traced(lambda: Blocks(8, 2048), torch.zeros(1, 2048), setup=setup)
-    assert found.peak_phase == "load" and found.device["allocated_bytes"] == found.by_phase["load"]
-
-
 def test_a_bound_above_the_device_is_shown_where_the_allocator_gives_back_its_cache():
     def build():
         return torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(4)))

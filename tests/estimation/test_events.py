@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.estimation import PARTS, PHASES, Event, Trace, find_peaks
+from memfit.estimation import PARTS, Event, Trace, find_peaks
 
 
 def test_what_dies_and_is_born_again_counts_once():
@@ -22,7 +22,7 @@ def test_a_phase_in_which_all_only_dies_has_what_was_left_as_its_peak():
 def test_the_parts_of_a_peak_add_up_to_it_and_none_is_higher_than_all_at_once(blocks):
     events, deaths = [], {}
     for number, (size, _, life) in enumerate(blocks):
-        phase = PHASES[min(len(PHASES) - 1, number // 6)]
+        phase = ("build", "forward", "backward", "step")[min(3, number // 6)]
         events.append(Event(number, size, phase))
         deaths.setdefault(number + life, []).append(number)
         events += [Event(dead, 0, phase) for dead in deaths.pop(number, [])]

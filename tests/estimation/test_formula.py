@@ -55,15 +55,6 @@ FALCON_7B = {
     "num_attention_heads": 71,
     "vocab_size": 65024,
 }
-BERT = {
-    "model_type": "bert",
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "vocab_size": 30522,
-}
-_CLASSIFIER = {**BERT, "architectures": ["BertForSequenceClassification"]}
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
 SMALL = {
     "model_type": "llama",
@@ -85,11 +76,7 @@ SMALL = {
         ({**LLAMA_8B, "model_type": "mistral", "vocab_size": 32000}, 7_241_732_096),
         (QWEN_7B, 7_615_616_512),
         (T5_XL, 2_849_757_184),
-        (BERT, 109_482_240),
         (GPT2, 124_439_808),
-        (_CLASSIFIER, 109_482_240 + 2 * 769),
-        ({**_CLASSIFIER, "num_labels": 5}, 109_482_240 + 5 * 769),
-        ({**_CLASSIFIER, "id2label": {"0": "a", "1": "b", "2": "c"}}, 109_482_240 + 3 * 769),
     ],
 )
 def test_parameters_are_as_many_as_the_models_pages_say(config: dict[str, object], count: int) -> None:
@@ -107,7 +94,6 @@ _DECODER = {
     "eos_token_id": 2,
 }
 _GROUPED = {**_DECODER, "num_key_value_heads": 2}
-_ENCODER = {name: _DECODER[name] for name in list(_DECODER)[:5]}
 _T5 = {"d_model": 256, "d_kv": 32, "d_ff": 320, "num_layers": 2, "num_heads": 8, "vocab_size": 1000}
 _GPT2 = {"n_embd": 256, "n_layer": 2, "n_head": 8, "vocab_size": 1000, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -116,16 +102,11 @@ _GPT2 = {"n_embd": 256, "n_layer": 2, "n_head": 8, "vocab_size": 1000, "bos_toke
     ("kind", "values", "task"),
     [
         *((kind, _GROUPED, "CausalLM") for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")),
-        *((kind, _GROUPED, "CausalLM") for kind in ("gemma3_text", "mixtral")),
-        ("qwen3_moe", {**_GROUPED, "num_experts": 4}, "CausalLM"),
+        ("gemma3_text", _GROUPED, "CausalLM"),
         ("llama", {**_GROUPED, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, "CausalLM"),
-        ("gpt_neox", _DECODER, "CausalLM"),
         ("gpt2", _GPT2, "CausalLM"),
         ("t5", _T5, "Seq2SeqLM"),
         ("mt5", {**_T5, "num_decoder_layers": 3, "tie_word_embeddings": False}, "Seq2SeqLM"),
-        *((kind, _ENCODER, task) for kind in ("bert", "roberta") for task in ("MaskedLM", "SequenceClassification")),
-        ("bert", _ENCODER, ""),
-        ("roberta", _ENCODER, "TokenClassification"),
     ],
 )
 def test_parameters_are_as_many_as_transformers_builds(kind: str, values: dict[str, object], task: str) -> None:
@@ -137,7 +118,7 @@ def test_parameters_are_as_many_as_transformers_builds(kind: str, values: dict[s
     transformers.utils.logging.set_verbosity_error()
     parsed = transformers.AutoConfig.for_model(kind, **values)
     with torch.device("meta"):
-        model = getattr(transformers, f"AutoModelFor{task}" if task else "AutoModel").from_config(parsed)
+        model = getattr(transformers, f"AutoModelFor{task}").from_config(parsed)
     config = {**parsed.to_dict(), "architectures": [type(model).__name__]}
     assert find_anatomy(config).num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
@@ -299,8 +280,7 @@ def test_bounds_are_never_below_values_and_wider_for_an_unknown_family() -> None
 @pytest.mark.parametrize(
     ("kind", "config", "like", "count"),
     [
-        ("falcon", FALCON_7B, "gpt_neox", 6_921_720_704),
-        ("deberta-v2", BERT, "bert", 0),
+        ("falcon", FALCON_7B, "gpt2", 6_921_720_704),
         ("whatever", LLAMA_8B, "llama", 8_030_261_248),
     ],
 )
@@ -352,19 +332,14 @@ FIGURES = [
     (SMALL, {"dtype": "bf16-amp", **_FULL, "loss_chunks": 4}, [1109395456, 2240480256]),
     (SMALL, {"dtype": "fp32", "attention": "eager", "foreach": False, "compiled": True}, [2364717056, 3102657455]),
     (SMALL, {"master_weights": True, "world_size": 3, "strategy": "ddp"}, [2060670976, 4031397724]),
-    (SMALL, {"world_size": 4, "strategy": "fsdp", "state_dtype": "fp32"}, [1425711616, 3886520129]),
-    (SMALL, {"world_size": 2, "strategy": "fsdp", "optimizer": "adafactor"}, [1367327936, 3862046239]),
-    (SMALL, {"lora_rank": 4, "lora_targets": ("all-linear",), "quantization": "nf4"}, [1470469120, 2835497001]),
+    (SMALL, {"world_size": 4, "strategy": "fsdp", "state_dtype": "fp32"}, [1402018048, 3886520129]),
+    (SMALL, {"world_size": 2, "strategy": "fsdp", "optimizer": "adafactor"}, [1336325824, 3862046239]),
+    (SMALL, {"lora_rank": 4, "lora_targets": ("all-linear",), "quantization": "nf4"}, [1448710144, 2835497001]),
     (SMALL, {"optimizer": "adamw8bit", "optimizer_in_backward": True}, [1389655280, 2497430547]),
-    ({**_GROUPED, "model_type": "qwen3_moe", "num_experts": 4}, {"load": "balanced", **_SOME}, [299353088, 1837940772]),
     ({**_GROUPED, "model_type": "gemma3_text"}, {"seq_len": 300, "clip_grad_norm": False}, [631269888, 2107709798]),
-    ({**_DECODER, "model_type": "gpt_neox"}, {"attention": "eager", "optimizer": "momentum"}, [472332288, 2039865375]),
     ({**_GPT2, "model_type": "gpt2"}, {"dtype": "fp16-amp", "optimizer": "paged_adamw"}, [463990784, 1907320243]),
     ({**_T5, "model_type": "t5"}, {"target_len": 96, "dtype": "bf16-amp"}, [596242432, 2167055198]),
     ({**_T5, "model_type": "mt5", "num_decoder_layers": 3}, {**_FULL, "optimizer": "sgd"}, [360385024, 2052311193]),
-    (_CLASSIFIER, {"seq_len": 128, **_SOME}, [3093763636, 2839611874]),
-    ({**BERT, "architectures": ["BertForMaskedLM"]}, {"dtype": "fp32"}, [12864465632, 8657175424]),
-    ({**_ENCODER, "model_type": "electra"}, {"attention": "eager", **_SOME}, [394691008, 2397166348]),
 ]  # fmt: skip
 
 
@@ -373,12 +348,6 @@ def test_the_figures_of_a_setup_are_those_that_were_recorded(config, changes, fi
     """A change of any rule moves one: look whether it is right, and record it."""
     found = estimate_formula(config, Setup(**{"batch": 8, **changes}))
     assert [sum(one.value for one in found.by_phase.values()), found.device["device_bytes"].upper] == figures
-
-
-def test_each_expert_has_adapters_of_its_own() -> None:
-    few = {**SMALL, "model_type": "deepseek_v3", "n_routed_experts": 4, "moe_intermediate_size": 128}
-    adapters = count(few, lora_rank=4, lora_targets=("all-linear",)) - count(few)
-    assert adapters == 2 * 4 * (4 * (512 + 512) + 4 * 3 * (512 + 128) + 512 + 4)
 
 
 @pytest.mark.parametrize(
@@ -394,9 +363,9 @@ def test_each_expert_has_adapters_of_its_own() -> None:
         ({"num_key_value_heads": 0}, "num_key_value_heads = 0"),
         *(
             ({name: 1}, f"has {name}")
-            for name in ("vision_config", "audio_config", "image_size", "state_size", "decoder_layers")
+            for name in ("vision_config", "image_size", "state_size", "decoder_layers", "num_local_experts")
         ),
-        ({**_CLASSIFIER, "num_labels": "x"}, "num_labels = 'x'"),
+        ({"model_type": "roberta"}, "has model_type = 'roberta'"),
     ],
 )
 def test_an_entry_of_another_kind_is_refused_in_three_parts(wrong: dict[str, object], said: str) -> None:

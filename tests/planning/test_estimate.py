@@ -119,14 +119,6 @@ def test_where_trace_and_formula_differ_the_answer_says_so_and_the_formula_is_sc
     assert found["smaller_model"]["num_blocks"] == {"num_hidden_layers": 35}  # more by the formula alone
 
 
-def test_loading_by_shards_is_proposed_where_the_whole_model_does_not_fit():
-    config = {**LLAMA, "hidden_size": 4096, "intermediate_size": 11008}
-    setup = Setup(world_size=8, strategy="fsdp", seq_len=64, gradient_checkpointing="full", lora_rank=8)
-    found = ask(Question(config, setup, "16GiB", formula=True))
-    assert found["verdict"] == "may fit"
-    assert found["change"]["options"] == ["--train load=shards"]
-
-
 @pytest.mark.usefixtures("traced")
 def test_the_largest_batch_is_found_by_traces_alone():
     found = ask(Question(UNREAD, Setup(), "24GiB", largest_batch=True))

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from memfit.estimation._estimator import estimate_config as estimate_config
     from memfit.estimation._estimator import estimate_step as estimate_step
     from memfit.estimation._events import PARTS as PARTS
-    from memfit.estimation._events import PHASES as PHASES
     from memfit.estimation._events import Event as Event
     from memfit.estimation._events import Peak as Peak
     from memfit.estimation._events import Trace as Trace

@@ -9,7 +9,6 @@ from memfit.estimation._estimate import Metric
 from memfit.estimation._events import Part, Peak, Phase, Trace
 from memfit.estimation._gpus import Gpu
 from memfit.estimation._interval import Interval
-from memfit.estimation._setup import Setup
 
 #: How far each part may lie above its count. Weights, gradients and states are counted tensor by tensor, and torch's
 #: allocator rounds each up. Activations depend on the kernels of the library's version; temporaries also on when Python
@@ -75,16 +74,3 @@ def bound_device(
         "device_bytes": reserved + beside,
     }
     return device, by_phase, parts[top]
-
-
-def bound_load(setup: Setup, whole: Interval, unit: int, largest: int) -> Interval | None:
-    """Return what loading ``whole`` takes of a device, in bytes; None if it is no more than the weights. ``unit``: the
-    largest block, or what lies outside; ``largest``: the largest weight before it is quantised, or 0."""
-    if setup.is_sharded:
-        share = whole.times(1 / setup.world_size, 1.02 / setup.world_size)
-        shards = share + Interval(unit, 2 * unit + _AT_LEAST)
-        every = Interval(whole.value, whole.upper + shards.upper)
-        return {"shards": shards, "whole": every}.get(setup.load, Interval(shards.value, every.upper))
-    if setup.lora_rank or setup.quantization != "none":
-        return whole + Interval(largest, 2 * largest + _AT_LEAST)
-    return None

@@ -54,8 +54,8 @@ def list_options(before: Setup, after: Setup) -> tuple[str, ...]:
 
 def in_words(options: Sequence[str], settings: Mapping[str, str] | None) -> tuple[str, ...]:
     """Return options as a workload's own settings (`memfit.pipeline.Probe`); nothing if it lacks one of them.
-    >>> in_words(["--train load=any"], {"--train load": "params.load={}"}), in_words(["--batch 1"], {})
-    (('--set params.load=any',), ())
+    >>> in_words(["--train loss_chunks=8"], {"--train loss_chunks": "params.chunks={}"}), in_words(["--batch 1"], {})
+    (('--set params.chunks=8',), ())
     """
     if settings is None:
         return tuple(options)
@@ -74,8 +74,6 @@ def list_changes(setup: Setup, settings: Mapping[str, str] | None = None) -> Ite
 def _changes(setup: Setup) -> Iterator[tuple[Setup, str, bool]]:
     trains = setup.optimizer != "none"
     full_update = trains and not setup.lora_rank
-    if setup.is_sharded and setup.load != "shards":
-        yield replace(setup, load="shards"), "none: build on the meta device, load shard by shard", True
     if setup.attention == "eager":
         yield replace(setup, attention="sdpa"), "none: it is faster", True
     if full_update and setup.foreach and not setup.optimizer_in_backward:
@@ -93,7 +91,7 @@ def _changes(setup: Setup) -> Iterator[tuple[Setup, str, bool]]:
     if trains and setup.gradient_checkpointing != "full":
         yield replace(setup, gradient_checkpointing="full"), "25 to 33 % of speed", True
     if full_update and setup.world_size > 1 and setup.strategy != "fsdp":
-        yield replace(setup, strategy="fsdp", load="shards"), "traffic between the devices", True
+        yield replace(setup, strategy="fsdp"), "traffic between the devices", True
 
 
 def _changes_of_training(setup: Setup) -> Iterator[tuple[Setup, str, bool]]:

@@ -17,7 +17,6 @@ Metric = Literal["allocated_bytes", "active_bytes", "reserved_bytes", "device_by
 METRICS: tuple[Metric, ...] = get_args(Metric)
 Method = Literal["traced", "extrapolated", "formula"]
 Verdict = Literal["fits", "tight", "may fit", "does not fit"]
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 def judge(need: Interval, total_bytes: int) -> Verdict:

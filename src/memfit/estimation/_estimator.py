@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from memfit.errors import ConfigError, MissingExtraError, OutOfTimeError, UntraceableError
 from memfit.estimation._allocator import Replay, replay
 from memfit.estimation._allocator_settings import AllocatorSettings
-from memfit.estimation._bounds import bound_device, bound_load
-from memfit.estimation._estimate import VERDICTS, Estimate, Method, judge
+from memfit.estimation._bounds import bound_device
+from memfit.estimation._estimate import Estimate, Method, judge
 from memfit.estimation._events import Trace, find_peaks
 from memfit.estimation._extrapolate import Size, extrapolate, sizes_of_batch
 from memfit.estimation._formula import estimate_formula
 from memfit.estimation._gpus import ANY_GPU, Gpu, find_gpu
-from memfit.estimation._interval import Interval
 from memfit.estimation._setup import Setup, list_assumptions
 from memfit.estimation._time_limit import TIME_LIMIT, limit_time, share_time
 from memfit.units import format_count
@@ -90,23 +89,7 @@ def estimate_step(
     loaded = {name: getattr(sys.modules.get(name), "__version__", "") for name in ("torch", "transformers")}
     versions = {name: version for name, version in loaded.items() if version}
     method: Method = "traced" if is_whole else "extrapolated"
-    traced = Estimate(figures, parts, by_phase, method, gpu, verdict, notes, versions)
-    return traced if found.load is None else _with_load(traced, found.load, beside)
-
-
-def _with_load(step: Estimate, load: Interval, beside: Interval) -> Estimate:
-    need = {**dict.fromkeys(step.device, load), "device_bytes": load + beside}
-    highest = max(one.value for one in step.by_phase.values())
-    verdict = step.verdict
-    if step.gpu is not None and verdict is not None:
-        verdict = max(verdict, judge(need["device_bytes"], step.gpu.total_bytes), key=VERDICTS.index)
-    return replace(
-        step,
-        device={name: Interval.highest([one, need[name]]) for name, one in step.device.items()},
-        by_phase={"load": load, **step.by_phase},
-        parts={"weights": load} if load.value > highest else step.parts,
-        verdict=verdict,
-    )
+    return Estimate(figures, parts, by_phase, method, gpu, verdict, notes, versions)
 
 
 def estimate_config(
@@ -158,24 +141,14 @@ def _estimate_setup(
 def _assemble(model: Any, batch: Any, loss: Loss, notes: Iterable[str], setup: Setup) -> Program:
     """Make a step of a model as the setup trains it: checkpointed, sharded; in a fake tensor mode."""
     from memfit.estimation._blocks import checkpoint_blocks
-    from memfit.estimation._lora import QuantizedLinear
     from memfit.estimation._optimizers import build_optimizer
     from memfit.estimation._parallel import shard
     from memfit.estimation._program import Program, find_blocks, find_dtypes
 
-    def count(parameters: Iterable[torch.nn.Parameter]) -> int:
-        return sum(one.nbytes for one in parameters)
-
-    blocks = find_blocks(model)
-    whole, in_blocks = count(model.parameters()), [count(block.parameters()) for block in blocks]
-    largest = cast_slack = 0
-    if setup.quantization != "none":
-        quantised = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-        sizes = [one.in_features * one.out_features * one.compute_dtype.itemsize for one in quantised]
-        largest = max(sizes, default=0)
-        # PEFT's prepare_model_for_kbit_training casts the rest to fp32
-        cast_slack = count(one for one in model.parameters() if one.is_floating_point() and one.itemsize == 2)
-        cast_slack //= setup.world_size if setup.is_sharded else 1
+    cast_slack = 0
+    if setup.quantization != "none":  # PEFT's prepare_model_for_kbit_training casts the rest to fp32
+        narrow = (one for one in model.parameters() if one.is_floating_point() and one.itemsize == 2)
+        cast_slack = sum(one.nbytes for one in narrow) // (setup.world_size if setup.is_sharded else 1)
     optimizer, assumed = build_optimizer(model, setup)
     clips = setup.clip_grad_norm and optimizer is not None
     if clips and setup.optimizer_in_backward:
@@ -189,10 +162,9 @@ def _assemble(model: Any, batch: Any, loss: Loss, notes: Iterable[str], setup: S
         num_microbatches=setup.num_microbatches,
         clip_grad_norm=clips,
         notes=(*notes, *assumed),
-        load=bound_load(setup, Interval(whole), max([whole - sum(in_blocks), *in_blocks]), largest),
         cast_slack=cast_slack,
     )
-    checkpoint_blocks(blocks, setup.gradient_checkpointing)
+    checkpoint_blocks(find_blocks(model), setup.gradient_checkpointing)
     return shard(program, setup)
 
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
-from memfit.estimation._interval import Interval
-
 Part = Literal[
     "weights",  # parameters
     "buffers",  # what a module holds beside its parameters
@@ -20,9 +18,8 @@ Part = Literal[
     "communication",  # gathered weights, buckets, buffers of collectives
     "workspaces",  # scratch memory of cuBLAS and cuDNN that torch's allocator holds
 ]
-Phase = Literal["load", "build", "forward", "backward", "step"]
+Phase = Literal["build", "forward", "backward", "step"]
 PARTS: tuple[Part, ...] = get_args(Part)
-PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Event(NamedTuple):
@@ -43,7 +40,6 @@ class Trace:
     streams: Mapping[int, int] = field(default_factory=dict)  # of blocks that were born on another CUDA stream than 0
     slack_bytes: int = 0  # that another implementation of the optimizer may take beyond the trace
     convolution_slack: Mapping[Phase, int] = field(default_factory=dict)  # of other algorithms of cuDNN, by phase
-    load: Interval | None = None  # what loading the weights takes
     cast_slack: int = 0  # bytes that stay if libraries widen weights after loading
 
 

@@ -13,8 +13,11 @@ from typing import Any, Literal, NamedTuple
 from memfit.errors import ConfigError
 
 _LARGEST = 1 << 40  # beyond any width, count or vocabulary
-#: Entries of models of images and speech, alone or beside a language model, of state spaces, and of BART.
-_NOT_COUNTED = ("vision_config", "audio_config", "image_size", "num_mel_bins", "state_size", "decoder_layers")
+#: Entries of models of images and speech, alone or beside a language model, of state spaces, of BART, and of experts.
+_NOT_COUNTED = (
+    *("vision_config", "audio_config", "image_size", "num_mel_bins", "state_size", "decoder_layers"),
+    *("num_local_experts", "num_experts", "n_routed_experts"),
+)
 #: The dtype of a kept tensor: that of matrix products; that of the hidden states (fp32 under autocast); fp32; the
 #: 16-bit original beside an fp32 copy; one byte (masks); or nothing, because it is kept elsewhere.
 Kind = Literal["compute", "stream", "fp32", "narrow", "byte", "shared"]
@@ -102,22 +105,20 @@ def check_names(config: Mapping[str, Any]) -> None:
 
 
 class Linear(NamedTuple):
-    """A matrix product with weights: ``copies`` of them (experts); a token runs through ``used``."""
+    """A matrix product with weights."""
 
     name: str
     inputs: int
     outputs: int
     has_bias: bool = False
-    copies: int = 1
-    used: int = 1
 
     @property
     def num_weights(self) -> int:
-        return self.inputs * self.outputs * self.copies
+        return self.inputs * self.outputs
 
     @property
     def num_parameters(self) -> int:
-        return self.num_weights + self.outputs * self.has_bias * self.copies
+        return self.num_weights + self.outputs * self.has_bias
 
 
 class Kept(NamedTuple):
@@ -137,8 +138,6 @@ class Attention(NamedTuple):
     has_dropout: bool = False  # of the scores
     is_crossed: bool = False  # keys come from the source sequence
     upcasts: bool = True  # its softmax runs in fp32
-    # One product makes queries, keys and values: the values are a view that keeps it beside the rotated copies.
-    is_fused_rotary: bool = False
     # Each block adds its own bias of positions (create_position_bias_mask in integrations/sdpa_attention.py).
     is_biased: bool = False
     is_capped: bool = False  # the scores have a softcap, which no fused kernel supports
@@ -173,10 +172,9 @@ class Anatomy:
     family: str  # of `FAMILIES`: the one that it is counted like
     stacks: tuple[Stack, ...]
     tables: tuple[tuple[int, int], ...]  # rows and width of each embedding
-    head: Linear | None  # makes the logits
+    head: Linear  # makes the logits
     is_tied: bool  # the head's weight is the first embedding
     num_other_parameters: int  # outside of blocks, embeddings and head
-    has_token_logits: bool = True  # False: one row a sample
     caps_logits: bool = False  # the logits have a softcap
     upcasts_logits: bool = True  # the loss needs them in fp32 (ForCausalLMLoss in loss/loss_utils.py)
     is_exact: bool = True  # the count of parameters is that of transformers
@@ -185,9 +183,7 @@ class Anatomy:
     def num_parameters(self) -> int:
         found = sum(stack.block.num_parameters * stack.num_blocks for stack in self.stacks) + self.num_other_parameters
         found += sum(rows * width for rows, width in self.tables)
-        if self.head is not None:
-            found += self.head.num_parameters - self.head.num_weights * self.is_tied
-        return found
+        return found + self.head.num_parameters - self.head.num_weights * self.is_tied
 
 
 def _language_model(
@@ -225,14 +221,10 @@ def _gated_mlp(
     names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     *,
     bias: bool = False,
-    experts: tuple[int, int] = (1, 1),
 ) -> Block:
-    """``down(act(gate(x)) * up(x))``. ``experts``: how many, and used by a token."""
+    """``down(act(gate(x)) * up(x))``."""
     *into, out = names
-    linears = (
-        *(Linear(name, width, inner, bias, *experts) for name in into),
-        Linear(out, inner, width, bias, *experts),
-    )
+    linears = (*(Linear(name, width, inner, bias) for name in into), Linear(out, inner, width, bias))
     kept = (
         Kept("input of the MLP", width, "compute", tuple(into)),
         *_activation(act, inner),
@@ -240,8 +232,7 @@ def _gated_mlp(
         Kept("up", inner),
         Kept("gated", inner, "compute", (out,)),
     )
-    used = experts[1]
-    return Block(width, linears, (), tuple(one._replace(width=one.width * used) for one in kept), 0, 2 * inner * used)
+    return Block(width, linears, (), kept, 0, 2 * inner)
 
 
 def _plain_mlp(width: int, inner: int, act: str, names: tuple[str, str], *, bias: bool = True) -> Block:
@@ -283,14 +274,14 @@ def _join(parts: tuple[Block, ...], norms: tuple[Kept, ...], num_norm_parameters
 
 
 def _gated_decoder(config: ModelConfig, family: str) -> Anatomy:
-    """Llama, Mistral, Qwen, Gemma, Mixtral and models like them."""
+    """Llama, Mistral, Qwen, Gemma and models like them."""
     width, heads = config.hidden, config.heads
     default = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3": 256}.get(family)
     is_split = config.get("head_dim") is None and default is None
     dim = config.split_width if is_split else config.size("head_dim", default=default, least=1)
     kv_heads = config.size("num_key_value_heads", default=heads, least=1)
     flavour = "gemma" if family.startswith("gemma") else "llama"
-    has_qk_norm = family in ("qwen3", "qwen3_moe", "gemma3")
+    has_qk_norm = family in ("qwen3", "gemma3")
     num_norms = 4 if family in ("gemma2", "gemma3") else 2
     bias = bool(config.get("attention_bias", "use_qkv_bias", default=False))
     biases = (True, False) if family == "qwen2" else (bias, bias)
@@ -302,7 +293,8 @@ def _gated_decoder(config: ModelConfig, family: str) -> Anatomy:
     norms = _rms_norm(width, flavour) * num_norms
     if has_qk_norm:
         norms += _rms_norm(heads * dim, flavour) + _rms_norm(kv_heads * dim, flavour)
-    mlp = _gated_experts(config, width)
+    act = config.text("hidden_activation", "hidden_act", default="silu")
+    mlp = _gated_mlp(width, config.inner, act, bias=bool(config.get("mlp_bias", default=False)))
     masks = 2 if config.drops("resid_pdrop", "hidden_dropout") else 0
     block = _join((attend, mlp), norms, num_norms * width + 2 * dim * has_qk_norm, masks)
     caps_logits = bool(config.get("final_logit_softcapping", default=30.0 if family == "gemma2" else 0.0))
@@ -311,36 +303,18 @@ def _gated_decoder(config: ModelConfig, family: str) -> Anatomy:
     return _language_model(config, family, stacks, tied=tied, others=width, caps_logits=caps_logits)
 
 
-def _gated_experts(config: ModelConfig, width: int) -> Block:
-    act = config.text("hidden_activation", "hidden_act", default="silu")
-    count = config.size("num_local_experts", "num_experts", "n_routed_experts", default=1)
-    if count <= 1:
-        return _gated_mlp(width, config.inner, act, bias=bool(config.get("mlp_bias", default=False)))
-    used = config.size("num_experts_per_tok", "moe_top_k", default=2)
-    inner = config.size("moe_intermediate_size", default=config.inner)
-    router = Block(width, (Linear("gate", width, count),), (), (Kept("scores of experts", count, "fp32"),), 0, 0)
-    return _join((_gated_mlp(width, inner, act, experts=(count, used)), router), (), 0)
-
-
 def _plain_decoder(config: ModelConfig, family: str) -> Anatomy:
-    """GPT-2 and GPT-NeoX: LayerNorms and an MLP without a gate."""
-    width, heads, is_neox = config.hidden, config.heads, family == "gpt_neox"
-    names, mlp_names, act = (
-        (("query_key_value", "dense"), ("dense_h_to_4h", "dense_4h_to_h"), "gelu")
-        if is_neox
-        else (("c_attn", "c_proj"), ("c_fc", "mlp.c_proj"), "gelu_new")
-    )
-    default = 0.0 if is_neox else 0.1
-    drops = config.drops("attention_dropout", "attn_pdrop", default=default)
-    attention = Attention(heads, heads, config.split_width, drops, upcasts=False, is_fused_rotary=is_neox)
-    bias = bool(config.get("attention_bias", default=True))
-    attend = _attention(width, attention, names, bias=(bias, bias))
-    act = config.text("activation_function", "hidden_act", "activation", default=act)
-    mlp = _plain_mlp(width, config.inner, act, mlp_names)
-    masks = 2 * config.drops("resid_pdrop", "hidden_dropout", "dropout", default=default)
+    """GPT-2: LayerNorms and an MLP without a gate."""
+    width, heads = config.hidden, config.heads
+    drops = config.drops("attention_dropout", "attn_pdrop", default=0.1)
+    attention = Attention(heads, heads, config.split_width, drops, upcasts=False)
+    attend = _attention(width, attention, ("c_attn", "c_proj"), bias=(True, True))
+    act = config.text("activation_function", "hidden_act", "activation", default="gelu_new")
+    mlp = _plain_mlp(width, config.inner, act, ("c_fc", "mlp.c_proj"))
+    masks = 2 * config.drops("resid_pdrop", "hidden_dropout", "dropout", default=0.1)
     stacks = (Stack(_join((attend, mlp), _layer_norm(width) * 2, 4 * width, masks), config.layers),)
-    positions = () if is_neox else ((config.size("max_position_embeddings", "n_positions", default=1024), width),)
-    return _language_model(config, family, stacks, tied=not is_neox, others=2 * width, tables=positions)
+    positions = ((config.size("max_position_embeddings", "n_positions", default=1024), width),)
+    return _language_model(config, family, stacks, tied=True, others=2 * width, tables=positions)
 
 
 def _t5(config: ModelConfig, family: str) -> Anatomy:
@@ -369,65 +343,26 @@ def _t5(config: ModelConfig, family: str) -> Anatomy:
     return _language_model(config, family, stacks, tied=True, others=others, upcasts_logits=False)
 
 
-def _encoder_block(config: ModelConfig) -> Block:
-    width, heads = config.hidden, config.heads
-    drops = config.drops("attention_probs_dropout_prob", "attention_dropout", default=0.1)
-    attention = Attention(heads, heads, config.split_width, drops, upcasts=False)
-    names = ("query", "key", "value", "attention.output.dense")
-    attend = _attention(width, attention, names, bias=(True, True))
-    act = config.text("hidden_act", "activation", default="gelu")
-    mlp = _plain_mlp(width, config.inner, act, ("intermediate.dense", "output.dense"))
-    drops_stream = config.drops("hidden_dropout_prob", "dropout", default=0.1)
-    return _join((attend, mlp), _layer_norm(width) * 2, 4 * width, 2 * drops_stream)
-
-
-def _encoder(config: ModelConfig, family: str) -> Anatomy:
-    """BERT and RoBERTa, bare or with the head that ``architectures`` names."""
-    width, vocabulary, task = config.hidden, config.size("vocab_size"), (config.get("architectures") or ["Model"])[0]
-    positions, types = config.size("max_position_embeddings", default=512), config.size("type_vocab_size", default=2)
-    tables = ((vocabulary, width), (positions, width), *(((types, width),) if types else ()))
-    stacks = (Stack(_encoder_block(config), config.layers),)
-    dense, others = width * width + width, 2 * width
-    if task.endswith(("ForMaskedLM", "ForPreTraining")):
-        head = Linear("decoder", width, vocabulary, has_bias=True)
-        others += dense + 2 * width
-        if task.endswith("ForPreTraining") and family == "bert":
-            others += dense + 2 * width + 2
-        return Anatomy(family, stacks, tables, head, True, others, upcasts_logits=False)
-    is_classifier = task.endswith(("ForSequenceClassification", "ForTokenClassification"))
-    names = config.get("id2label")
-    labels = len(names) if isinstance(names, Mapping) else config.size("num_labels", default=2)
-    classifier = Linear("classifier", width, labels, has_bias=True) if is_classifier else None
-    others += 0 if task.endswith("ForTokenClassification") else dense  # the pooler, or the classifier's first layer
-    return Anatomy(family, stacks, tables, classifier, False, others, has_token_logits=False)
-
-
 #: The families whose parameters are counted exactly, by ``model_type``.
 FAMILIES: Mapping[str, Callable[[ModelConfig, str], Anatomy]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"), _gated_decoder),
-    **dict.fromkeys(("mixtral", "qwen3_moe"), _gated_decoder),
-    **dict.fromkeys(("gpt2", "gpt_neox"), _plain_decoder),
+    "gpt2": _plain_decoder,
     **dict.fromkeys(("t5", "mt5"), _t5),
-    **dict.fromkeys(("bert", "roberta"), _encoder),
 }
-_ALIASES = {"gemma3_text": "gemma3", "xlm-roberta": "roberta", "camembert": "roberta"}
-#: The nearest family of models without exact counts; the others are counted like Llama.
-_NEAREST = {
-    **dict.fromkeys(("falcon", "phi", "opt", "bloom"), "gpt_neox"),
-    **dict.fromkeys(("deberta", "deberta-v2", "electra", "distilbert"), "bert"),
-}
+#: Counted like GPT-2; the others without exact counts like Llama.
+_LIKE_GPT2 = ("gpt_neox", "falcon", "phi", "opt", "bloom")
 
 
 def find_anatomy(config: Mapping[str, Any]) -> Anatomy:
     """Return what a config's model is made of; refuse one that is no language model of attention alone."""
-    if other := next((name for name in _NOT_COUNTED if config.get(name)), ""):
+    read = ModelConfig(config)
+    kind = read.text("model_type", default="").removesuffix("_text")  # Gemma 3
+    encoder = f"model_type = {kind!r}" if "bert" in kind or kind == "electra" else ""
+    if other := next((name for name in _NOT_COUNTED if read.get(name)), encoder):
         raise ConfigError(
             f"the model's config has {other}.",
-            rule="the formula counts language models; BART, models of images and speech, and state spaces are traced.",
+            rule="the formula counts decoders and T5; BERT, BART, experts, images, speech and state spaces are traced.",
             remedy="trace it: memfit estimate --hf-config config.json, without --formula",
         )
-    read = ModelConfig(config)
-    kind = read.text("model_type", default="")
-    kind = _ALIASES.get(kind, kind)
-    family = kind if kind in FAMILIES else _NEAREST.get(kind, "llama")
+    family = kind if kind in FAMILIES else "gpt2" if kind in _LIKE_GPT2 else "llama"
     return replace(FAMILIES[family](read, family), is_exact=family == kind)

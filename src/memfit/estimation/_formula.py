@@ -12,7 +12,6 @@ from math import ceil
 from typing import Any
 
 from memfit.errors import ConfigError, nearest
-from memfit.estimation._bounds import bound_load
 from memfit.estimation._estimate import Estimate, Metric, judge
 from memfit.estimation._events import Part, Phase
 from memfit.estimation._families import Anatomy, Attention, Kept, Stack, check_names, find_anatomy
@@ -53,8 +52,6 @@ def estimate_formula(config: Mapping[str, Any], setup: Setup, *, gpu: Gpu | None
         (Interval(value=497759232, upper=497759232), 'step')
     """
     check_names(config)
-    if (config.get("architectures") or ["Model"])[0].endswith("Model"):  # no class with a loss is named
-        config = {**config, "architectures": ["ForMaskedLM"]}
     case = _Case(find_anatomy(config), setup)
     moments = case.moments()
     by_phase = {
@@ -113,7 +110,7 @@ class _Case:
         if rank := setup.lora_rank:
             adapted = [(one, count) for one, count in self.linears if one.name in self.targets]
             largest = [rank * max(one.inputs, one.outputs) for one, _ in adapted]
-            num_adapters = sum(count * rank * (one.inputs + one.outputs) * one.copies for one, count in adapted)
+            num_adapters = sum(count * rank * (one.inputs + one.outputs) for one, count in adapted)
             self.num_trained = num_adapters
         self.num_largest = max(largest, default=0)
         rest = (anatomy.num_parameters - self.num_weights) * self.held
@@ -121,8 +118,7 @@ class _Case:
         # Libraries may widen what is not quantised to fp32.
         widened = rest * (setup.quantization != "none" and self.held == 2)
         counted = in_blocks + rest + num_adapters * self.trained
-        self.whole = self._wide(Interval(counted, counted + widened))  # the weights before any sharing
-        self.weights = self._shared(self.whole)
+        self.weights = self._shared(self._wide(Interval(counted, counted + widened)))
         one_gradient = self.num_largest * self.trained
         self.gradients = self._wide(
             Interval(one_gradient, 2 * one_gradient)
@@ -151,12 +147,6 @@ class _Case:
     def _wide(self, counted: Interval) -> Interval:
         """The count with room above it where the family's parameters are not known exactly."""
         return counted.times(1, self.above_count)
-
-    def _load(self) -> Interval | None:
-        largest = max((one.num_weights for one, _ in self.linears), default=0)
-        largest *= self.held * (self.setup.quantization != "none")
-        unit = max(self.num_beside, *(stack.block.num_parameters for stack in self.anatomy.stacks)) * self.held
-        return bound_load(self.setup, self.whole, unit, largest)
 
     @cached_property
     def optimizer(self) -> Interval:
@@ -224,7 +214,6 @@ class _Case:
         wide, narrow = one.heads * one.head_dim, one.kv_heads * one.head_dim
         batch, size = self.setup.batch, self.compute
         value = batch * (2 * queries * wide + 2 * keys * narrow) * size
-        value += batch * queries * (wide + narrow) * size * one.is_fused_rotary
         repeated = batch * 2 * keys * (wide - narrow) * size
         pairs = one.heads * queries * keys
         if self._keeps_scores(one):
@@ -262,7 +251,7 @@ class _Case:
             return whole
         if self.setup.gradient_checkpointing == "full":
             return entry
-        numbers = [linear.outputs * linear.used for linear in block.linears]
+        numbers = [linear.outputs for linear in block.linears]
         results = sum(one.heads * one.head_dim for one in block.attentions)
         half, every = (count * (sum(some) + results) * self.compute for some in (numbers[::2], numbers))
         value = min(entry.value + half, whole.value)  # torchtitan keeps every second product, others all
@@ -289,9 +278,7 @@ class _Case:
         """The most that logits and loss take in the forward pass, and in the backward pass. A loss in chunks is
         computed again chunk by chunk, or keeps all log-probabilities."""
         head, batch = self.anatomy.head, self.setup.batch
-        if head is None:
-            return Interval(), Interval()
-        rows = batch * self._tokens(self.anatomy.stacks[-1])[0] if self.anatomy.has_token_logits else batch
+        rows = batch * self._tokens(self.anatomy.stacks[-1])[0]
         numbers, chunks = rows * head.outputs, max(self.setup.loss_chunks, 1)
         wide = 4 if self.anatomy.upcasts_logits or self.is_amp else self.compute
         capped = self.compute * self.anatomy.caps_logits  # the result of the hyperbolic tangent
@@ -306,7 +293,7 @@ class _Case:
         """Weights in autocast's dtype: all of them at the end of the forward pass."""
         if self.held == self.compute or self.setup.is_sharded:
             return Interval()
-        numbers = self.num_weights + (self.anatomy.head.num_weights if self.anatomy.head else 0)
+        numbers = self.num_weights + self.anatomy.head.num_weights
         return self._wide(Interval(numbers * self.compute))
 
     @property
@@ -362,10 +349,8 @@ class _Case:
         ahead = {"activations": kept, "workspaces": ANY_GPU.cublas_workspace_bytes, **run}
         forward = [self._moment(gathered, temporaries=one_of, **ahead) for one_of in (made, halved)]
 
-        weight = self._load()
-        load: dict[Phase, list[_Moment]] = {} if weight is None else {"load": [{"weights": weight}]}
         if setup.optimizer == "none":
-            return load | {"build": [self.always], "forward": forward[:1]}
+            return {"build": [self.always], "forward": forward[:1]}
 
         late = spare if accumulated.value else Interval()
         if setup.optimizer_in_backward:
@@ -384,7 +369,7 @@ class _Case:
         built: _Moment = {"weights": self.weights, "buffers": Interval(0, _BUFFERS)}
         if self.has_masters:
             built["optimizer"] = Interval(0, self.optimizer.upper)
-        return load | {"build": [built], "forward": forward, "backward": backward, "step": [step]}
+        return {"build": [built], "forward": forward, "backward": backward, "step": [step]}
 
     def notes(self) -> list[str]:
         found = []

@@ -30,7 +30,6 @@ class Gpu:
         context_bytes: What a training process takes outside of torch's allocator: the CUDA context, and the kernels of
             torch, cuBLAS and cuDNN that it has loaded. Communicators are not in it.
         has_nvlink: Whether several of them usually are linked by NVLink.
-        source: Who reported the total.
         cudnn_bytes: What the first convolution adds to the context: the value with kernels loaded on first use, the
             bound with all of them loaded at once.
     """
@@ -40,7 +39,6 @@ class Gpu:
     compute_capability: str | None
     context_bytes: Interval
     has_nvlink: bool
-    source: str
     cudnn_bytes: Interval = _CUDNN
 
     @property
@@ -90,49 +88,47 @@ _CONTEXT = {
     "12.0": (600, 1434),  # 0.48 to 0.60 GiB on 5090 and RTX PRO 6000; 1.4 GiB on a 5070 Ti
 }
 _UNKNOWN_CONTEXT = Interval(502 * MIB, max(upper for _, upper in _CONTEXT.values()) * MIB)
-_MESSAGE = "message of torch's OutOfMemoryError"
-_PROPERTIES = "torch.cuda.get_device_properties"
-
-# Name, MiB that CUDA reports, compute capability, NVLink, who saw it.
+# Name, MiB that CUDA reports, compute capability, NVLink; seen in a message of torch's OutOfMemoryError, in properties
+# of ``torch.cuda.get_device_properties``, or as said.
 _TABLE = (
-    ("P100-16GB", 16280, "6.0", True, f"{_PROPERTIES}, torch 1.5"),
-    ("V100-16GB", 16130, "7.0", True, f"{_PROPERTIES}, V100-SXM2-16GB; 16,160 on PCIe"),
-    ("V100-32GB", 32491, "7.0", True, f"{_MESSAGE}, 31.73 GiB; 31.74 in QwenAudio/SenseVoice issue 28"),
-    ("T4", 14909, "7.5", False, "startup lines of unsloth, 14.563 GB, torch 2.6 to 2.11; 15,102 with older drivers"),
-    ("Quadro RTX 6000", 24019, "7.5", False, "startup lines of unsloth, 23.457 GB, torch 2.10"),
-    ("A100-40GB", 40325, "8.0", True, f"{_MESSAGE}, 39.38 GiB; 39.50 in TianheWu/CoSeR issue 10"),
-    ("A100-80GB", 81039, "8.0", True, f"{_MESSAGE}, 79.14 GiB, lianqi1008/Control-GIC issue 6"),
-    ("A10", 22517, "8.6", False, f"{_MESSAGE}, 21.99 GiB, zai-org/CogVLM issue 236"),
-    ("A10G", 22507, "8.6", False, f"{_MESSAGE}, 21.98 GiB, AWS g5; 22,587 by {_PROPERTIES}"),
-    ("A40", 45416, "8.6", False, f"{_PROPERTIES}; 44.549 GB in startup lines of unsloth"),
-    ("RTX A5000", 24114, "8.6", False, f"{_PROPERTIES}, torch 2.x"),
-    ("RTX A6000", 48569, "8.6", False, "startup lines of unsloth, 47.431 GB; 44.427 with ECC switched on"),
-    ("RTX 3060", 11931, "8.6", False, f"{_PROPERTIES}, torch 2.4"),
-    ("RTX 3090", 24154, "8.6", False, "startup lines of unsloth, 23.588 GB, torch 2.7"),
-    ("RTX 3090 Ti", 24114, "8.6", False, f"{_PROPERTIES}, driver 590"),
-    ("L4", 22487, "8.9", False, f"{_MESSAGE}, 21.96 GiB, vllm-project/vllm issue 12539"),
-    ("L40", 45465, "8.9", False, f"{_MESSAGE}, 44.40 GiB, QwenLM/Qwen3-VL issue 2097"),
-    ("L40S", 45455, "8.9", False, f"{_MESSAGE}, 44.39 GiB; 44.42 in stepfun-ai/Step-Video-T2V issue 8"),
-    ("RTX 4060 Ti 16GB", 15945, "8.9", False, "startup lines of unsloth, 15.572 GB, torch 2.7"),
-    ("RTX 4070", 11837, "8.9", False, f"{_MESSAGE}, 11.56 GiB"),
-    ("RTX 4070 Ti SUPER", 15945, "8.9", False, "as the RTX 4060 Ti, of the same 16 GB; 15.992 GB under Windows"),
-    ("RTX 4080", 15945, "8.9", False, f"as the RTX 4060 Ti, of the same 16 GB; 16,049 by {_PROPERTIES}"),
-    ("RTX 4090", 24084, "8.9", False, f"{_MESSAGE}, 23.52 GiB; 23.53 in lrzjason/T2ITrainer issue 37"),
-    ("RTX 6000 Ada", 48508, "8.9", False, "unslothai/unsloth-zoo pull request 1053: 50,865,307,648 bytes, without ECC"),
-    ("H100-80GB", 81008, "9.0", True, f"{_PROPERTIES}, H100 PCIe; 81,082 to 81,090 on SXM5"),
-    ("H100-94GB", 95252, "9.0", True, f"{_MESSAGE}, 93.02 GiB, H100 NVL; to 93.10"),
-    ("H100-96GB", 96768, "9.0", True, f"{_MESSAGE}, 94.50 GiB"),
-    ("H200", 143073, "9.0", True, f"{_MESSAGE}, 139.72 GiB; 143,156 by {_PROPERTIES}"),
-    ("B200", 182630, "10.0", True, f"{_MESSAGE}, 178.35 GiB; 182,631 by {_PROPERTIES}"),
-    ("RTX 5060 Ti 16GB", 15851, "12.0", False, f"{_MESSAGE}, 15.48 GiB"),
-    ("RTX 5070 Ti", 15831, "12.0", False, f"{_MESSAGE}, 15.46 GiB, as the RTX 5080, of the same 16 GB"),
-    ("RTX 5080", 15831, "12.0", False, f"{_MESSAGE}, 15.46 GiB; to 15.47"),
-    ("RTX 5090", 32089, "12.0", False, f"{_MESSAGE}, 31.34 GiB; 31.37 in Wan-Video/Wan2.1 issue 465"),
-    ("RTX PRO 6000", 97239, "12.0", False, f"{_MESSAGE}, 94.96 GiB; 97,250 by {_PROPERTIES}"),
+    ("P100-16GB", 16280, "6.0", True),  # properties, torch 1.5
+    ("V100-16GB", 16130, "7.0", True),  # properties, V100-SXM2-16GB; 16,160 on PCIe
+    ("V100-32GB", 32491, "7.0", True),  # message, 31.73 GiB; 31.74 in QwenAudio/SenseVoice issue 28
+    ("T4", 14909, "7.5", False),  # startup lines of unsloth, 14.563 GB, torch 2.6 to 2.11; 15,102 with older drivers
+    ("Quadro RTX 6000", 24019, "7.5", False),  # startup lines of unsloth, 23.457 GB, torch 2.10
+    ("A100-40GB", 40325, "8.0", True),  # message, 39.38 GiB; 39.50 in TianheWu/CoSeR issue 10
+    ("A100-80GB", 81039, "8.0", True),  # message, 79.14 GiB, lianqi1008/Control-GIC issue 6
+    ("A10", 22517, "8.6", False),  # message, 21.99 GiB, zai-org/CogVLM issue 236
+    ("A10G", 22507, "8.6", False),  # message, 21.98 GiB, AWS g5; 22,587 by properties
+    ("A40", 45416, "8.6", False),  # properties; 44.549 GB in startup lines of unsloth
+    ("RTX A5000", 24114, "8.6", False),  # properties, torch 2.x
+    ("RTX A6000", 48569, "8.6", False),  # startup lines of unsloth, 47.431 GB; 44.427 with ECC switched on
+    ("RTX 3060", 11931, "8.6", False),  # properties, torch 2.4
+    ("RTX 3090", 24154, "8.6", False),  # startup lines of unsloth, 23.588 GB, torch 2.7
+    ("RTX 3090 Ti", 24114, "8.6", False),  # properties, driver 590
+    ("L4", 22487, "8.9", False),  # message, 21.96 GiB, vllm-project/vllm issue 12539
+    ("L40", 45465, "8.9", False),  # message, 44.40 GiB, QwenLM/Qwen3-VL issue 2097
+    ("L40S", 45455, "8.9", False),  # message, 44.39 GiB; 44.42 in stepfun-ai/Step-Video-T2V issue 8
+    ("RTX 4060 Ti 16GB", 15945, "8.9", False),  # startup lines of unsloth, 15.572 GB, torch 2.7
+    ("RTX 4070", 11837, "8.9", False),  # message, 11.56 GiB
+    ("RTX 4070 Ti SUPER", 15945, "8.9", False),  # as the RTX 4060 Ti, of the same 16 GB; 15.992 GB under Windows
+    ("RTX 4080", 15945, "8.9", False),  # as the RTX 4060 Ti, of the same 16 GB; 16,049 by properties
+    ("RTX 4090", 24084, "8.9", False),  # message, 23.52 GiB; 23.53 in lrzjason/T2ITrainer issue 37
+    ("RTX 6000 Ada", 48508, "8.9", False),  # unslothai/unsloth-zoo pull request 1053: 50,865,307,648 bytes, without ECC
+    ("H100-80GB", 81008, "9.0", True),  # properties, H100 PCIe; 81,082 to 81,090 on SXM5
+    ("H100-94GB", 95252, "9.0", True),  # message, 93.02 GiB, H100 NVL; to 93.10
+    ("H100-96GB", 96768, "9.0", True),  # message, 94.50 GiB
+    ("H200", 143073, "9.0", True),  # message, 139.72 GiB; 143,156 by properties
+    ("B200", 182630, "10.0", True),  # message, 178.35 GiB; 182,631 by properties
+    ("RTX 5060 Ti 16GB", 15851, "12.0", False),  # message, 15.48 GiB
+    ("RTX 5070 Ti", 15831, "12.0", False),  # message, 15.46 GiB, as the RTX 5080, of the same 16 GB
+    ("RTX 5080", 15831, "12.0", False),  # message, 15.46 GiB; to 15.47
+    ("RTX 5090", 32089, "12.0", False),  # message, 31.34 GiB; 31.37 in Wan-Video/Wan2.1 issue 465
+    ("RTX PRO 6000", 97239, "12.0", False),  # message, 94.96 GiB; 97,250 by properties
 )
 GPUS = {
-    name: Gpu(name, total * MIB, capability, Interval(*(one * MIB for one in _CONTEXT[capability])), nvlink, source)
-    for name, total, capability, nvlink, source in _TABLE
+    name: Gpu(name, total * MIB, capability, Interval(*(one * MIB for one in _CONTEXT[capability])), nvlink)
+    for name, total, capability, nvlink in _TABLE
 }
 _OTHER_NAMES = {
     "h100": "H100-80GB",
@@ -153,9 +149,7 @@ def find_gpu(text: str) -> Gpu:
     if re.fullmatch(r"\s*[\d.]+\s*[kmgt]i?b?\s*|\s*\d{9,}\s*(?:b\s*)?", text, re.IGNORECASE):
         total = parse_bytes(text)
         if total >= GIB:
-            return Gpu(
-                format_bytes(total), total, None, _UNKNOWN_CONTEXT, has_nvlink=False, source="what was asked for"
-            )
+            return Gpu(format_bytes(total), total, None, _UNKNOWN_CONTEXT, has_nvlink=False)
     sizes = [known for known in GPUS if key and _key(known).startswith(key) and _MEMORY.search(known.lower())]
     if sizes:
         what, remedy = f"'{text}' exists with more than one size of memory.", f"write {' or '.join(sizes)}, or the size"

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from memfit.estimation._interval import Interval
 from memfit.estimation._setup import Setup
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,7 +31,6 @@ class Program:
     num_microbatches: int = 1  # forward and backward passes before each update
     clip_grad_norm: bool = False
     notes: tuple[str, ...] = ()  # what was replaced or assumed
-    load: Interval | None = None  # what loading the weights takes; None if that is no more than the weights
     cast_slack: int = 0  # bytes that stay beyond the count if libraries widen weights after loading them
 
     def step(self) -> None:

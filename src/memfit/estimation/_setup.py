@@ -16,7 +16,6 @@ Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Strategy = Literal["none", "ddp", "fsdp"]
 Quantization = Literal["none", "nf4"]
-Loading = Literal["any", "shards", "whole"]
 
 #: How many weights in 4 bits, and how many moments in 8 bits, share an fp32 scale: bitsandbytes 0.45, functional.py
 #: (double quantisation takes less) and optim/optimizer.py (2048 moments before 0.44: fewer bytes).
@@ -62,8 +61,6 @@ class Setup:
         quantization: How frozen base weights are held.
         world_size: Devices.
         strategy: What the devices share out.
-        load: How sharded weights are loaded: ``shards`` block by block, ``whole`` with the whole model on each device
-            first, ``any`` with the first as value and the second as bound.
         num_microbatches: Forward and backward passes before each update.
         clip_grad_norm: Whether gradients are clipped by their norm.
     """
@@ -86,7 +83,6 @@ class Setup:
     quantization: Quantization = "none"
     world_size: int = 1
     strategy: Strategy = "none"
-    load: Loading = "any"
     num_microbatches: int = 1
     clip_grad_norm: bool = True
 
@@ -149,16 +145,10 @@ def list_assumptions(setup: Setup) -> tuple[str, ...]:
         )
     if setup.optimizer.startswith("paged"):
         found.append("paged: moments of 100,000 numbers or more take free room alone, and leave it for tensors")
-    if setup.is_sharded and setup.load == "any":
-        found.append(
-            "load: the value loads shards, the bound loads the whole model on each device first; "
-            "use --train load=shards or --train load=whole"
-        )
-    elif setup.quantization != "none":
-        found.append(
-            f"load: from_pretrained puts each weight on the device before it becomes {setup.quantization}; "
-            "the bound has the other weights in fp32, as after prepare_model_for_kbit_training"
-        )
+    if setup.is_sharded:
+        found.append("loading is not counted: build on the meta device and load shard by shard")
+    if setup.quantization != "none":
+        found.append("the bound has the weights that stay in fp32, as after prepare_model_for_kbit_training")
     return tuple(found)
 
 
