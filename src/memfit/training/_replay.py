@@ -90,6 +90,8 @@ def _crc(value: Any) -> int:
 
 
 def _of_tensor(value: torch.Tensor, *, sampled: bool = False) -> Iterator[int | torch.Tensor]:
+    if hasattr(value, "to_local"):  # this rank's part of one that several share
+        value = value.to_local()
     yield _crc((str(value.dtype), tuple(value.shape)))
     if value.layout is not torch.strided:
         value = value.to_dense()
@@ -217,7 +219,8 @@ class Replay:
         was = self._old_notes.pop(step, None)
         if was is not None:
             self.strange = [name for name in was if name in found and was[name] != found[name]]
-            self.strange += [name for name in was if name not in found and "(local)" not in name]
+            gone = [name for name in was if name not in found]  # what a loop binds is not there yet
+            self.strange += [name for name in gone if "(local)" not in name and "(global)" not in name]
         if was != found:
             self._write({"at": step, "note": found})
 
@@ -295,9 +298,7 @@ class Replay:
             if not (was["rate"] and line["rate"]):  # a rank may have been given what another one's step has made
                 differing = [name for name in differing if name not in ("rate", "settings")]
             if differing == ["loss"] and was["parts"] == line["parts"] and self._drifts_by(was["loss"], line["loss"]):
-                self.drift = (
-                    self.drift or f" but for kernels that do not repeat to the bit, from step {line['at']} on"
-                )
+                self.drift = self.drift or f" but for kernels that do not repeat to the bit, from step {line['at']} on"
                 differing = []
             if differing == ["loss"] and was["parts"] != line["parts"]:  # memory was found to be short, or not
                 self.split = f"step {line['at']} was made in {was['parts']} parts and is in {line['parts']} now"
