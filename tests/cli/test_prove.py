@@ -8,8 +8,7 @@ import pytest
 from cli.conftest import check_refused
 
 #: What each run of a stand-in reports.
-RUN = {"why": "", "seal": 6, "planned_end": 10, "end": 10, "epoch_ends": 1, "validations": 2}
-RUN |= {"difference": "", "differs": []}
+RUN = {"why": "", "seal": 6, "planned_end": 10, "end": 10, "epoch_ends": 1, "validations": 2, "difference": ""}
 STAND_IN = """
 import json, os, pathlib, sys
 folder = pathlib.Path(os.environ["MEMFIT_PROVE"])
@@ -56,7 +55,7 @@ def prove(memfit, tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_what_is_told_of_two_runs(prove, tmp_path, first, second, codes, code, words):
-    runs = [[RUN | change for change in changes] for changes in (first, second)]
+    runs = [[RUN | {"differs": []} | change for change in changes] for changes in (first, second)]
     (tmp_path / "reports.json").write_text(json.dumps(list(zip(runs, codes, strict=True))))
     done, found, text = prove(STAND_IN)
     assert done.exit_code == code and words in text
@@ -202,27 +201,20 @@ def test_each_verdict_on_a_loop(prove, before, after, options, code, words):
 
 
 @pytest.mark.parametrize(
-    ("script", "needs", "validations"),
+    ("script", "needs", "validations", "ranks"),
     [
-        pytest.param(LOOP, "torch", 1, marks=pytest.mark.core),
-        pytest.param(TRAINER, "torch", 1, marks=pytest.mark.slow),
-        pytest.param(ACCELERATE, "accelerate", 0, marks=pytest.mark.slow),
-        pytest.param(TRANSFORMERS, "transformers", 1, marks=pytest.mark.slow),
-        pytest.param(LIGHTNING, "lightning", 1, marks=pytest.mark.slow),
+        pytest.param(LOOP, "torch", 1, 1, marks=pytest.mark.core),
+        pytest.param(TRAINER, "torch", 1, 1, marks=pytest.mark.slow),
+        pytest.param(ACCELERATE, "accelerate", 0, 1, marks=pytest.mark.slow),
+        pytest.param(ACCELERATE.replace("48", "96").replace("12", "24"), "accelerate", 0, 2, marks=pytest.mark.slow),
+        pytest.param(TRANSFORMERS, "transformers", 1, 1, marks=pytest.mark.slow),
+        pytest.param(LIGHTNING, "lightning", 1, 1, marks=pytest.mark.slow),
     ],
 )
-def test_each_framework(prove, script, needs, validations):
+def test_each_framework(prove, script, needs, validations, ranks):
     pytest.importorskip(needs)
-    done, found, text = prove(script)
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2") if ranks == 2 else ()
+    done, found, text = prove(script, launch=launch)
     assert (done.exit_code, found["seal"], found["end"], found["epoch_ends"]) == (0, 9, 14, 1), done
-    assert found["validations"] == validations and found["differs"] == ["Count.num_calls"] * (
-        needs == "transformers"
-    ), text
-
-
-@pytest.mark.slow
-def test_ranks_of_torchrun(prove):
-    pytest.importorskip("accelerate")
-    script = ACCELERATE.replace("48", "96").replace("12, 4", "24, 4")
-    done, found, _ = prove(script, launch=("-m", "torch.distributed.run", "--nproc-per-node", "2"))
-    assert (done.exit_code, found["ranks"], found["end"]) == (0, 2, 14), done
+    assert (found["validations"], found["ranks"]) == (validations, ranks)
+    assert found["differs"] == ["Count.num_calls"] * (needs == "transformers"), text

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -78,20 +79,17 @@ class Proof:
 
     def end(self, why: str = "") -> NoReturn:
         """Report, and end this process without a further word; all ranks together. ``why`` nothing is proved."""
-        replay, ranks = self._replay, self._keeper.ranks
+        replay, steps = self._replay, format_count(self._step, "step")
         replay.read_late(wait=True)
         made = len(replay.compared) if self._is_second else (self._step - self._seal) * self.is_sealed
-        why = why or replay.split or _DRIFT * bool(replay.drift)
-        if not why and made < PROVING_STEPS:
-            steps = format_count(self._step, "step")
-            why = f"it ended after {steps}, {made} of them after the checkpoint: let it make more, or try --seconds 0"
+        few = f"it ended after {steps}, {made} of them after the checkpoint: let it make more, or try --seconds 0"
+        why = why or replay.split or _DRIFT * bool(replay.drift) or few * (made < PROVING_STEPS)
         difference = f"{replay.difference}{replay.words}" if replay.difference else ""
         if not difference:
             replay.strange = []
             gc.collect()  # what nobody has any more is not compared
             replay.note(self._step, note_of(self._parts.models().values()) | self._digests())
-            replay.strange.sort(key=lambda name: not _is_of_weights(name))
-            if not why and any(map(_is_of_weights, replay.strange)):
+            if not why and any(name.startswith("the ") or name.endswith(WEIGHTS) for name in replay.strange):
                 difference = f"each step came out as before; what differs at the end: {list_some(replay.strange)}"
         passed = self._journal.passed - self._passed
         report = {
@@ -105,8 +103,8 @@ class Proof:
             "differs": replay.strange,
         }
         write_json(self._folder / f"report-{replay.rank}.json", report)
-        if ranks is not None:
-            ranks.settle()
+        if self._keeper.ranks is not None:
+            self._keeper.ranks.settle()
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
         os._exit(0)
@@ -115,15 +113,10 @@ class Proof:
         """Return the checksums of weights, buffers and optimizers by name; each name begins with "the "."""
         found, names = {}, {}
         for prefix, model in self._parts.models().items():
-            for kind, pairs in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-                for name, one in pairs:
-                    names[id(one)] = f"{name} of {prefix}"
-                    found[f"the {kind} {names[id(one)]}"] = digest_of(one)
+            for name, one in chain(model.named_parameters(), model.named_buffers()):
+                names[id(one)] = f"{name} of {prefix}"
+                found[f"the {names[id(one)]}"] = digest_of(one)
         for optimizer in self._parts.optimizers():
             for number, (one, state) in enumerate(optimizer.state.items()):
                 found[f"the optimizer's state of {names.get(id(one), number)}"] = digest_of(state)
         return found
-
-
-def _is_of_weights(name: str) -> bool:
-    return name.startswith("the ") or name.endswith(WEIGHTS)
