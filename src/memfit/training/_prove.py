@@ -11,26 +11,25 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
+from typing import NoReturn
 
 from memfit.files import read_json, write_json
 from memfit.rundir import PROVE_OUTPUTS, PROVE_PLACE, PROVE_PLAN, PROVE_SEALED, PROVE_VARIABLE
 from memfit.training._journal import Journal
 from memfit.training._loop_parts import LoopParts
-from memfit.training._notes import note_of
-from memfit.training._replay import Replay, digest_of
+from memfit.training._notes import WEIGHTS, note_of
+from memfit.training._replay import PROVING_STEPS, Replay, digest_of
 from memfit.training._sealed import SealedFolder
+from memfit.units import format_count, list_some
 
 #: The steps by which the seconds of a step are known.
 _MEASURED_STEPS = 3
 #: Where two epochs take too long: the step of the checkpoint, and the last one.
 _SHORT = (5, 12)
 _DRIFT = "its kernels do not repeat to the bit; torch.use_deterministic_algorithms(True) makes them, or names them"
-_PLAN = {"is_second": bool, "seconds": (int, float), "seal": int, "end": int}
+_PLAN = {"seconds": (int, float), "seal": int, "end": int}
 
 
 def is_proving() -> bool:
@@ -44,13 +43,12 @@ class Proof:
     def __init__(self, keeper: SealedFolder, parts: LoopParts, journal: Journal, replay: Replay, began_at: int) -> None:
         self._keeper, self._parts, self._journal, self._replay = keeper, parts, journal, replay
         self._folder = Path(os.environ[PROVE_VARIABLE]).absolute()
-        plan: Mapping[str, Any] = read_json(self._folder / PROVE_PLAN, _PLAN) or {}
+        plan = read_json(self._folder / PROVE_PLAN, _PLAN) or {}
         self._seconds, self._seal, self._last = plan["seconds"], plan["seal"], plan["end"]
-        self._step = self._began_at = began_at
-        self._passed = Counter(journal.passed)
-        self.is_sealed: bool = plan["is_second"]
-        if self.is_sealed and began_at != self._seal:
-            self.end()
+        self._step, self._passed = began_at, Counter(journal.passed)
+        self.is_sealed = self._is_second = self._seal > 0
+        if self._is_second and began_at != self._seal:
+            self.end(f"it began at step {began_at}, not at {self._seal}")
 
     def made(self, step: int, num_steps: int, seconds: float) -> None:
         """Say where the training is, and end after the last step, or at the first one that is another."""
@@ -69,65 +67,56 @@ class Proof:
         """Return whether the checkpoint is due."""
         return not self.is_sealed and 0 < self._seal <= step
 
-    def sealed(self, step: int) -> None:
-        """Keep a copy of all outputs if this checkpoint is the one to go on from."""
-        if self.wants(step):
-            if self._keeper.ranks is not None:
-                self._keeper.ranks.settle()  # all have begun their journals
-            self._keeper.lead(self._copy)
-            self._seal, self.is_sealed, self._passed = step, True, Counter(self._journal.passed)
-
-    def _copy(self) -> None:
-        def copy(source: str, target: str) -> None:
-            # what a journal is told after this is to be found in the copy as well
-            (os.link if Path(source).name.startswith("replay") else shutil.copy2)(source, target)
-
-        outputs, sealed = self._folder / PROVE_OUTPUTS, self._folder / PROVE_SEALED
-        shutil.copytree(outputs, sealed, symlinks=True, copy_function=copy)
+    def sealed(self, path: Path, step: int) -> Path:
+        """Return where the journal belongs that begins at this checkpoint: if it is the one to go on from, in a copy
+        of all outputs."""
+        if not self.wants(step):
+            return path
+        outputs, copy = self._folder / PROVE_OUTPUTS, self._folder / PROVE_SEALED
+        self._keeper.lead(lambda: shutil.copytree(outputs, copy, symlinks=True))
+        self._seal, self.is_sealed, self._passed = step, True, Counter(self._journal.passed)
+        return copy / path.relative_to(outputs)
 
     def end(self, why: str = "") -> NoReturn:
-        """Report, and end this process without a further word; all ranks together."""
-        replay, ranks = self._replay, self._keeper.ranks
+        """Report, and end this process without a further word; all ranks together. ``why`` nothing is proved."""
+        replay, steps = self._replay, format_count(self._step, "step")
         replay.read_late(wait=True)
-        at_seal, replay.strange = replay.strange, []
-        gc.collect()  # what nobody has any more is not compared
-        replay.note(self._step, note_of(self._parts.models().values()) | self._digests())
+        made = len(replay.compared) if self._is_second else (self._step - self._seal) * self.is_sealed
+        few = f"it ended after {steps}, {made} of them after the checkpoint: let it make more, or try --seconds 0"
+        why = why or replay.split or _DRIFT * bool(replay.drift) or few * (made < PROVING_STEPS)
+        difference = f"{replay.difference}{replay.words}" if replay.difference else ""
+        if not difference:
+            replay.strange = []
+            gc.collect()  # what nobody has any more is not compared
+            replay.note(self._step, note_of(self._parts.models().values()) | self._digests())
+            if not why and any(name.startswith("the ") or name.endswith(WEIGHTS) for name in replay.strange):
+                difference = f"each step came out as before; what differs at the end: {list_some(replay.strange)}"
         passed = self._journal.passed - self._passed
         report = {
-            "why": why or replay.split or _DRIFT * bool(replay.drift),
-            "began": self._began_at,
-            "seal": self._seal * self.is_sealed,
+            "why": why,
+            "seal": self._seal,
             "planned_end": self._last,
             "end": self._step,
             "epoch_ends": passed["epoch"],
             "validations": passed["validate"],
-            "compared": len(replay.compared),
-            "difference": replay.difference,
-            "differs_at_seal": at_seal,
-            "differs_at_end": replay.strange,
+            "difference": difference,
+            "differs": replay.strange,
         }
         write_json(self._folder / f"report-{replay.rank}.json", report)
-        if ranks is not None:
-            ranks.settle()
+        if self._keeper.ranks is not None:
+            self._keeper.ranks.settle()
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
         os._exit(0)
 
     def _digests(self) -> dict[str, int]:
         """Return the checksums of weights, buffers and optimizers by name; each name begins with "the "."""
-        found, names, models = {}, {}, self._parts.models()
-        for prefix, model in models.items():
-            for kind, pairs in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-                for name, one in pairs:
-                    names[id(one)] = f"{prefix}.{name}" if len(models) > 1 else name
-                    found[f"the {kind} {names[id(one)]}"] = digest_of(_own(one))
+        found, names = {}, {}
+        for prefix, model in self._parts.models().items():
+            for name, one in chain(model.named_parameters(), model.named_buffers()):
+                names[id(one)] = f"{name} of {prefix}"
+                found[f"the {names[id(one)]}"] = digest_of(one)
         for optimizer in self._parts.optimizers():
             for number, (one, state) in enumerate(optimizer.state.items()):
-                name = names.get(id(one), f"weight {number}")
-                found[f"the optimizer's state of {name}"] = digest_of({key: _own(state[key]) for key in state})
+                found[f"the optimizer's state of {names.get(id(one), number)}"] = digest_of(state)
         return found
-
-
-def _own(value: Any) -> Any:
-    """Return this rank's part of a tensor that several share."""
-    return value.to_local() if isinstance(value, torch.Tensor) and hasattr(value, "to_local") else value

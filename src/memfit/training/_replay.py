@@ -90,6 +90,8 @@ def _crc(value: Any) -> int:
 
 
 def _of_tensor(value: torch.Tensor, *, sampled: bool = False) -> Iterator[int | torch.Tensor]:
+    if hasattr(value, "to_local"):  # this rank's part of one that several share
+        value = value.to_local()
     yield _crc((str(value.dtype), tuple(value.shape)))
     if value.layout is not torch.strided:
         value = value.to_dense()
@@ -217,7 +219,8 @@ class Replay:
         was = self._old_notes.pop(step, None)
         if was is not None:
             self.strange = [name for name in was if name in found and was[name] != found[name]]
-            self.strange += [name for name in was if name not in found and "(local)" not in name]
+            gone = [name for name in was if name not in found]  # what a loop binds is not there yet
+            self.strange += [name for name in gone if "(local)" not in name and "(global)" not in name]
         if was != found:
             self._write({"at": step, "note": found})
 

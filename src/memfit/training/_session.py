@@ -414,9 +414,7 @@ class Session:
             keeper.prune(self.keep)
         self.saved, self._saved_at = replace(at), time.monotonic()
         if self.replay is not None and (self.proof is None or not self.proof.is_sealed):
-            self.replay.seal(path)
-            if self.proof is not None:
-                self.proof.sealed(at.step)
+            self.replay.seal(path if self.proof is None else self.proof.sealed(path, at.step))
         return path
 
     @property
