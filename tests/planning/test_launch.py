@@ -46,8 +46,8 @@ HOSTILE = [
 ]
 NODES = {
     "experiment": "trajectory", "stages": {"train": {"run": ["python", "train.py"]}},
-    "resources": {"ranks": 16, "memory": "52GiB"}, "memory": {"num_gpus": 16, "slack": 0.25}, "slurm": {"nodes": 4},
-    "launch": {"start_with": "srun", "cpus_per_rank": 3, "num_epochs": 40, "epoch_seconds": 2700.0},
+    "resources": {"ranks": 16, "memory": "52GiB"}, "memory": {"num_gpus": 16, "slack": 0.25}, "slurm": {"nodes": 4, "time": "1-13:30:00"},
+    "launch": {"start_with": "srun", "cpus_per_rank": 3},
 }  # fmt: skip
 SERVICE = {
     "experiment": "recipes", "stages": {"train": {"run": ["python", "train.py"]}}, "resources": {"memory": "28GiB"},
@@ -69,7 +69,7 @@ def made(content=NODES, *overrides, form="sbatch", **changes):
 
 
 def measured_run(experiment, *, shared=GIB, saves=()):
-    """A run whose one job took 6 GiB and went on for two epochs of a minute, and saved; another ran out of memory."""
+    """A run whose one job took 6 GiB and saved; another ran out of memory."""
     run = RunDir.create(Path("runs"), experiment, "0" * 64)
     status = {"schema_version": 1, "attempt": 1, "started": 1000.0, "ended": 1120.0}
     for name, state, size in (("train", "completed", 6 * GIB), ("worse", "out_of_memory", 60 * GIB)):
@@ -78,7 +78,6 @@ def measured_run(experiment, *, shared=GIB, saves=()):
         (run.job_dir(name) / "status.json").write_text(json.dumps(status | own))
         (run.job_dir(name) / "job.json").write_text('{"stage": "train"}')
     events = [{"kind": "checkpoint", "seconds": one} for one in saves]
-    events += [{"kind": "epoch", "epoch": one, "num_epochs": 10} for one in (9, 10)]
     lines = (json.dumps({"time": 1060.0, "job": "train", **one}) for one in events)
     (run.path / "events/a-1-1.jsonl").write_text("".join(f"{one}\n" for one in lines))
     return run
@@ -104,7 +103,7 @@ def test_the_header_of_a_job_of_four_nodes_is_consistent():
     assert (given["nodes"], given["ntasks-per-node"], given["ntasks"]) == ("4", "4", "16")
     assert (given["cpus-per-task"], given["gres"]) == ("3", "gpu:4")
     assert given["mem"] == "260G"  # 4 x 52 GiB, a quarter more; memfit itself does not run there
-    assert given["time"] == "1-13:30:00"  # 40 epochs of 45 minutes, a quarter more
+    assert given["time"] == "1-13:30:00"
     assert given["signal"] == "TERM@120" and "requeue" in given
 
 
@@ -112,7 +111,7 @@ def test_on_one_node_memfit_runs_the_config_with_the_settings_that_were_given():
     with pytest.raises(ConfigError, match="nodes is 4, and launch"):
         made(start_with="memfit")
     one = NODES | {"slurm": {"nodes": 1}, "backend": "slurm", "launch": {"cpus_per_rank": 3}}
-    words = made(one, "seed=3", "launch.num_epochs=2").command
+    words = made(one, "seed=3", "launch.cpus_per_rank=2").command
     assert words == ("memfit", "run", "job.yaml", "--set", "seed=3", "--set", "backend=local")
     assert "exec memfit run job.yaml --set seed=3" in render(made(one, "seed=3"), "sbatch")
     with pytest.raises(UsageError, match="lies outside"):
@@ -158,11 +157,10 @@ def test_memory_follows_from_the_plan_of_the_stage_that_takes_most():
     assert launch.memory == Amount(11 * GIB, "node") and launch.num_cpus == 5
 
 
-def test_what_a_measured_run_shares_counts_once_and_its_epochs_give_the_time():
+def test_what_a_measured_run_shares_counts_once():
     measured_run("trajectory")
-    found = made(NODES | {"resources": {"ranks": 4}}, epoch_seconds=None)
+    found = made(NODES | {"resources": {"ranks": 4}})
     assert 8.5 * GIB < found.memory.bytes <= 9 * GIB and "1.00 GiB of mapped files" in found.memory_why
-    assert found.time == "00:50:00"
 
 
 def test_what_a_function_of_the_same_name_took_says_nothing_of_a_command():
@@ -231,7 +229,6 @@ def test_more_than_a_node_has_is_refused_with_the_arithmetic():
         ({"launch": {"start_with": "srun", "env": {"HF_TOKEN": "abc"}}}, "launch.env.HF_TOKEN looks like a secret"),
         ({"stages": {"a": {"run": ["train", "--api-key=abc"]}}}, "the command looks like a secret"),
         ({"launch": {"data": ["a\nb"]}}, "launch.data"),
-        ({"launch": {"num_epochs": 2, "epoch_seconds": 1e308}}, "launch.epoch_seconds must be less than"),
         ({"launch": {"claim": "a-"}}, "launch.claim"),
         ({"launch": {"claim": "a..b"}}, "launch.claim"),
     ],

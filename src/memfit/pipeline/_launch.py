@@ -23,8 +23,7 @@ from memfit.pipeline._order import Order, order_of_config
 from memfit.pipeline._plan_run import changes_since, plan_run
 from memfit.planning import Forecast, Launch, LaunchFormat, Machine, shm_bytes
 from memfit.rundir import Reader, RunDir
-from memfit.slurm import format_time
-from memfit.units import MIB, format_bytes, format_count, round_up_size
+from memfit.units import MIB, format_bytes, round_up_size
 
 _WATCHING = SHIM + Amount(96 * MIB, "node")  # what `memfit run` itself takes on each node
 _BOUNDLESS = 1 << 50  # more than any node has: a launch is planned for the machine that its config asks for
@@ -34,9 +33,8 @@ _SHELL = re.compile(r"[;&|<>$`\n]")
 
 
 class _Earlier(NamedTuple):
-    """The newest run: an epoch of its largest job, the longest save, and a remark if that job had other settings."""
+    """The newest run: the longest save, and a remark if its largest job had other settings."""
 
-    epoch_seconds: float | None = None
     save_seconds: float | None = None
     remark: str = ""
 
@@ -83,7 +81,6 @@ def plan_launch(
     watching = Amount(0, "node") if by_srun else _WATCHING
     memory, memory_why = _memory(settings, planned, watching)
     grace, grace_why = _grace(settings, told)
-    time, time_why = _time(settings, told)
     shm, shm_why, cpus = _shm_and_cpus(settings, planned)
     env = start_env(tight_malloc=False, cuda_allocator=settings.memory.cuda_allocator)
     env |= {"OMP_NUM_THREADS": str(settings.threads_per_job)}
@@ -97,8 +94,7 @@ def plan_launch(
         memory_why,
         shm,
         shm_why,
-        time,
-        time_why,
+        settings.slurm.time,
         grace,
         grace_why,
         (env if by_srun else {}) | own.env,  # else `memfit run` sets them
@@ -120,12 +116,10 @@ def _read_run(order: Order) -> _Earlier:
     jobs = [one for one in reader.state().jobs.values() if one.state != "out_of_memory"]
     sizes = [(one.footprint, one) for one in jobs if one.footprint]
     if not sizes:
-        return _Earlier(save_seconds=longest)
+        return _Earlier(longest)
     _, largest = max(sizes, key=lambda one: one[0].private_bytes)
-    done = largest.epochs_done - largest.epoch.get("epoch", 0) + len(largest.epoch_ends)  # in its last attempt
-    seconds = largest.seconds / done if largest.seconds and done >= 1 else None
     stage = order.by_name.get(largest.stage)
-    return _Earlier(seconds, longest, changes_since(order, stage, run, largest.id) if stage is not None else "")
+    return _Earlier(longest, changes_since(order, stage, run, largest.id) if stage is not None else "")
 
 
 def _largest(order: Order, layout: Layout, source: Path) -> _Planned:
@@ -196,17 +190,6 @@ def _grace(settings: RunConfig, told: _Earlier) -> tuple[float, str]:
     least = settings.grace_seconds if told.remark else _LEAST_GRACE_SECONDS
     seconds = max(least, math.ceil(_SAVES * told.save_seconds))
     return seconds, f"{_SAVES} x {told.save_seconds:.1f} s, the longest save that was measured{told.remark}"
-
-
-def _time(settings: RunConfig, told: _Earlier) -> tuple[str, str]:
-    """Return the time limit, and how it follows; both empty for the partition's own."""
-    own, slack = settings.launch, settings.memory.slack
-    seconds = own.epoch_seconds or told.epoch_seconds
-    if settings.slurm.time or not own.num_epochs or not seconds:
-        return settings.slurm.time, ""
-    total = math.ceil(own.num_epochs * seconds * (1 + slack) / 60) * 60
-    epochs = format_count(own.num_epochs, f"epoch of {seconds:.0f} s")
-    return format_time(total), f"{epochs}, {slack:.0%} more{'' if own.epoch_seconds else told.remark}"
 
 
 def _run_words(

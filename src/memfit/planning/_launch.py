@@ -38,8 +38,6 @@ class LaunchSettings(Settings):
 
     start_with: Literal["memfit", "srun"] = "memfit"  # who starts the ranks: ``memfit run`` on one node, or Slurm
     cpus_per_rank: Count | None = None
-    num_epochs: Count | None = None
-    epoch_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
     shm: ByteSize | None = None  # None: from the loaders that the plan counts, 64 MiB at least
     image: _Image = ""  # as it was pushed
     claim: _Claim = ""  # empty: the name of the experiment
@@ -63,7 +61,6 @@ class Launch:
     shm: Amount  # the part of it that /dev/shm must hold
     shm_why: str
     time: str  # the time limit; the partition's own when empty
-    time_why: str
     grace_seconds: float  # how long a job may take to save and end after SIGTERM
     grace_why: str
     env: dict[str, str] = field(default_factory=dict)  # variables of the training
@@ -111,7 +108,7 @@ class Launch:
 
     def figures(self) -> dict[str, Any]:
         """Return the sizes as JSON values; bytes are of one node."""
-        names = "memory_why shm_why time time_why grace_seconds grace_why"
+        names = "memory_why shm_why time grace_seconds grace_why"
         sizes = {"memory_bytes": self.memory.bytes, "shm_bytes": self.shm.bytes, "cpus_per_node": self.num_cpus}
         ranks = {"num_nodes": self.num_nodes, "num_ranks": self.num_nodes * self.num_ranks}
         return ranks | sizes | {name: getattr(self, name) for name in names.split()}
@@ -148,8 +145,10 @@ def _sbatch(launch: Launch) -> str:
         "open-mode": "append",
         "output": f"{launch.name}_%j.log",
     }
-    notes = [f"# memory: {launch.memory_why}", *([f"# time: {launch.time_why}"] if launch.time_why else [])]
-    notes.append(f"# signal: {launch.grace_why}, and a minute that Slurm may be early")
+    notes = [
+        f"# memory: {launch.memory_why}",
+        f"# signal: {launch.grace_why}, and a minute that Slurm may be early",
+    ]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in launch.env.items()]
     needed = [f': "${{{name}:?set it before sbatch}}"' for name in launch.settings.pass_env]
     again = f'[ "$code" -eq 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {_MOST_REQUEUES} ]'
