@@ -40,7 +40,7 @@ from memfit.memory import HOST, Budget, Claims, Footprint, Sizes, is_lost, lock_
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._places import PLACES, read_budget
 from memfit.planning import plan
-from memfit.rundir import Event, EventWriter, Reader, RunDir
+from memfit.rundir import Event, EventWriter, Reader, RunDir, scope_of
 
 View = Callable[[RunDir], Callable[[], None]]
 Known = Sequence[tuple[str, Mapping[str, str], Footprint]]
@@ -285,7 +285,7 @@ def supervised(
     with closing(_RunLock(run.path)) as lock, ExitStack() as ends, _said_in_words(run):
         for folder in run.path.glob("*/*/"):
             refresh(folder)  # the last supervisor may have been on another host
-        events = EventWriter(run.events_dir, scope=run.scope)
+        events = EventWriter(run.events_dir, scope=scope_of(run.header))
         ends.callback(lambda: _end_events(events, state, parent))
         psutil.cpu_times_percent()  # the next call counts from here
         with _stoppable() as stop, ExitStack() as stack:
