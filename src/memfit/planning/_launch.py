@@ -145,15 +145,12 @@ def _sbatch(launch: Launch) -> str:
         "open-mode": "append",
         "output": f"{launch.name}_%j.log",
     }
-    notes = [
-        f"# memory: {launch.memory_why}",
-        f"# signal: {launch.grace_why}, and a minute that Slurm may be early",
-    ]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in launch.env.items()]
     needed = [f': "${{{name}:?set it before sbatch}}"' for name in launch.settings.pass_env]
     again = f'[ "$code" -eq 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {_MOST_REQUEUES} ]'
     body = [
-        *notes,
+        f"# memory: {launch.memory_why}",
+        f"# signal: {launch.grace_why}, and a minute that Slurm may be early",
         *needed,
         *exports,
         f"{_STEP} {start}",
