@@ -10,7 +10,7 @@ from rich.console import Console
 
 from memfit.memory import Sample, SeriesWriter
 from memfit.reports import LiveRun, Room, describe, read_room, render
-from memfit.rundir import Reader, read, read_events
+from memfit.rundir import read, read_events
 
 GIB, MIB = 1 << 30, 1 << 20
 FREE = {"name": "MemAvailable", "source": "/proc/meminfo", "limit_bytes": 8 * GIB}

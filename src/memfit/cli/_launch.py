@@ -44,7 +44,7 @@ def launch(
     memfit launch config.yaml --format kubernetes | kubectl apply -f -
 
     It changes nothing. Memory and /dev/shm follow from the plan (memfit run config.yaml
-    --plan), the time to stop from the longest save that was measured. Secrets appear as names of variables.
+    --plan). Secrets appear as names of variables.
 
     Exit codes: 0 done, 2 bad settings, 3 more memory than a node has, or tight (under 5 % left).
     """

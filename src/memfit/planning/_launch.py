@@ -62,7 +62,6 @@ class Launch:
     shm_why: str
     time: str  # the time limit; the partition's own when empty
     grace_seconds: float  # how long a job may take to save and end after SIGTERM
-    grace_why: str
     env: dict[str, str] = field(default_factory=dict)  # variables of the training
     slurm: dict[str, str] = field(default_factory=dict)  # options of ``sbatch`` that say where it runs
     slurm_extra: tuple[str, ...] = ()  # further ones, as they were given
@@ -108,7 +107,7 @@ class Launch:
 
     def figures(self) -> dict[str, Any]:
         """Return the sizes as JSON values; bytes are of one node."""
-        names = "memory_why shm_why time grace_seconds grace_why"
+        names = "memory_why shm_why time grace_seconds"
         sizes = {"memory_bytes": self.memory.bytes, "shm_bytes": self.shm.bytes, "cpus_per_node": self.num_cpus}
         ranks = {"num_nodes": self.num_nodes, "num_ranks": self.num_nodes * self.num_ranks}
         return ranks | sizes | {name: getattr(self, name) for name in names.split()}
@@ -150,7 +149,7 @@ def _sbatch(launch: Launch) -> str:
     again = f'[ "$code" -eq 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {_MOST_REQUEUES} ]'
     body = [
         f"# memory: {launch.memory_why}",
-        f"# signal: {launch.grace_why}, and a minute that Slurm may be early",
+        f"# signal: grace_seconds, {launch.grace_seconds:g} s, and a minute that Slurm may be early",
         *needed,
         *exports,
         f"{_STEP} {start}",
@@ -195,7 +194,7 @@ def _compose(launch: Launch) -> str:
         f"# mem_limit: {launch.memory_why}",
         "# memswap_limit: the same, so no swap",
         f"# shm_size: {launch.shm_why}; it counts towards mem_limit",
-        f"# stop_grace_period: {launch.grace_why}, and {_ENDING_SECONDS} s for memfit",
+        f"# stop_grace_period: grace_seconds, and {_ENDING_SECONDS} s for memfit",
     ]
     notes += [f"# .env: write {name}=VALUE there, and keep it out of version control" for name in settings.pass_env]
     return "\n".join([*notes, config.write_yaml({"services": {launch.name: service}})])
@@ -242,7 +241,7 @@ def _kubernetes(launch: Launch) -> str:
     notes = [
         f"# memory: {launch.memory_why}",
         f"# /dev/shm: {launch.shm_why}; it counts towards the memory",
-        f"# terminationGracePeriodSeconds: {launch.grace_why}, and {_ENDING_SECONDS} s for memfit",
+        f"# terminationGracePeriodSeconds: grace_seconds, and {_ENDING_SECONDS} s for memfit",
         "# podFailurePolicy: a stop (exit code 75) and an eviction start a new pod, which goes on; bad settings (2)",
         f"# and too little memory (3) end the Job; a kill or an error counts, {_MOST_RESTARTS} times at most",
         f"# volumes: the claim {settings.claim or launch.name} holds runs and the folders of launch.data and .outputs",
