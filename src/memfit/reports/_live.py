@@ -109,9 +109,11 @@ class LiveRun:
 
     def _print_sign_of_life(self, state: RunState, headline: str) -> None:
         """After a silence print how long the run has lasted, what runs, and what the others wait for."""
-        silent = time.monotonic() - self._spoke
-        if silent < self._silence or (state.is_one and _has_output(state, self._silence)):
+        if time.monotonic() - self._spoke < self._silence:
             return
+        own = (state.run.job_dir(job.id) / name for job in state.running for name in ("out.log", "err.log"))
+        if state.is_one and any(log.exists() and time.time() - log.stat().st_mtime < self._silence for log in own):
+            return  # a command that prints is not talked over
         silence = min(2 * self._silence, _MOST_SILENCE_SECONDS)
         self._say(f"{stamp(state.now)}  {headline or explain_now(state, self._waits_for)}", "dim")
         self._silence = silence
@@ -213,11 +215,6 @@ def explain_now(state: RunState, waits_for: str = "") -> str:
         why = f" ({waits_for})" if waits_for else ""
         parts.append(f"{waiting} wait{'s' if waiting == 1 else ''}{why}")
     return f"after {format_duration(state.wall_seconds, short=True)}: {'; '.join(parts) or 'no job runs yet'}"
-
-
-def _has_output(state: RunState, seconds: float) -> bool:
-    logs = (state.run.job_dir(job.id) / name for job in state.running for name in ("out.log", "err.log"))
-    return any(log.exists() and time.time() - log.stat().st_mtime < seconds for log in logs)
 
 
 # The table
