@@ -289,9 +289,8 @@ def test_a_run_goes_on_where_its_folder_was_moved_to_and_not_in_a_copy(tmp_path,
     (tmp_path / "after/ready").touch()
     monkeypatch.chdir(tmp_path / "after")
     moved = tmp_path / "after" / first.path.relative_to(tmp_path / "before")
-    with pytest.raises(UsageError, match="before is not there") as caught:
+    with pytest.raises(UsageError, match="before is not there"):
         resume(moved)
-    assert caught.value.remedy.endswith("give its command where it is now")
     second = run_sh(text, "a=1..2")
     assert (second.path, second.exit_code) == (moved, 0) and lines("ran") == ["1", "2", "2"]
 
