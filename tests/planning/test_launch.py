@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from posixpath import normpath
@@ -24,12 +23,11 @@ from memfit.memory import Footprint
 from memfit.pipeline import _plan_run, plan_launch
 from memfit.planning import LaunchSettings, Line, render
 from memfit.rundir import RunDir
-from memory.containers import NoContainersError, podman
+from memfit.units import write_size
 
 GIB, MIB = 1 << 30, 1 << 20
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/launch/recipes.yaml"
-COMPOSE = [sys.executable, "-m", "podman_compose"]
 #: Each control character, the line ends of Unicode, and what a shell, sbatch, YAML, Docker or Slurm's patterns read.
 HOSTILE = [
     *(f"a{letter}RUN" for letter in (*map(chr, range(32)), "\x7f", "\x85", "\u2028", *"'\"\\#;:*{}!&~é")),
@@ -46,8 +44,8 @@ HOSTILE = [
 ]
 NODES = {
     "experiment": "trajectory", "stages": {"train": {"run": ["python", "train.py"]}},
-    "resources": {"ranks": 16, "memory": "52GiB"}, "memory": {"num_gpus": 16, "slack": 0.25}, "slurm": {"nodes": 4},
-    "launch": {"start_with": "srun", "cpus_per_rank": 3, "num_epochs": 40, "epoch_seconds": 2700.0},
+    "resources": {"ranks": 16, "memory": "52GiB"}, "memory": {"num_gpus": 16, "slack": 0.25}, "slurm": {"nodes": 4, "time": "1-13:30:00"},
+    "launch": {"start_with": "srun", "cpus_per_rank": 3},
 }  # fmt: skip
 SERVICE = {
     "experiment": "recipes", "stages": {"train": {"run": ["python", "train.py"]}}, "resources": {"memory": "28GiB"},
@@ -68,8 +66,8 @@ def made(content=NODES, *overrides, form="sbatch", **changes):
     return plan_launch(Path("job.yaml"), overrides=overrides, form=form)
 
 
-def measured_run(experiment, *, shared=GIB, saves=()):
-    """A run whose one job took 6 GiB and went on for two epochs of a minute, and saved; another ran out of memory."""
+def measured_run(experiment, *, shared=GIB):
+    """A run whose one job took 6 GiB; another ran out of memory."""
     run = RunDir.create(Path("runs"), experiment, "0" * 64)
     status = {"schema_version": 1, "attempt": 1, "started": 1000.0, "ended": 1120.0}
     for name, state, size in (("train", "completed", 6 * GIB), ("worse", "out_of_memory", 60 * GIB)):
@@ -77,18 +75,7 @@ def measured_run(experiment, *, shared=GIB, saves=()):
         own = {"state": state, "footprint": Footprint(size, shared).to_dict()}
         (run.job_dir(name) / "status.json").write_text(json.dumps(status | own))
         (run.job_dir(name) / "job.json").write_text('{"stage": "train"}')
-    events = [{"kind": "checkpoint", "seconds": one} for one in saves]
-    events += [{"kind": "epoch", "epoch": one, "num_epochs": 10} for one in (9, 10)]
-    lines = (json.dumps({"time": 1060.0, "job": "train", **one}) for one in events)
-    (run.path / "events/a-1-1.jsonl").write_text("".join(f"{one}\n" for one in lines))
     return run
-
-
-def services(text):
-    """The services of a Compose file, as podman-compose reads it: by YAML 1.1."""
-    reader = YAML(typ="safe", pure=True)
-    reader.version = (1, 1)
-    return reader.load(text)["services"]
 
 
 def options(text):
@@ -104,7 +91,7 @@ def test_the_header_of_a_job_of_four_nodes_is_consistent():
     assert (given["nodes"], given["ntasks-per-node"], given["ntasks"]) == ("4", "4", "16")
     assert (given["cpus-per-task"], given["gres"]) == ("3", "gpu:4")
     assert given["mem"] == "260G"  # 4 x 52 GiB, a quarter more; memfit itself does not run there
-    assert given["time"] == "1-13:30:00"  # 40 epochs of 45 minutes, a quarter more
+    assert given["time"] == "1-13:30:00"
     assert given["signal"] == "TERM@120" and "requeue" in given
 
 
@@ -112,12 +99,12 @@ def test_on_one_node_memfit_runs_the_config_with_the_settings_that_were_given():
     with pytest.raises(ConfigError, match="nodes is 4, and launch"):
         made(start_with="memfit")
     one = NODES | {"slurm": {"nodes": 1}, "backend": "slurm", "launch": {"cpus_per_rank": 3}}
-    words = made(one, "seed=3", "launch.num_epochs=2").command
+    words = made(one, "seed=3", "launch.cpus_per_rank=2").command
     assert words == ("memfit", "run", "job.yaml", "--set", "seed=3", "--set", "backend=local")
     assert "exec memfit run job.yaml --set seed=3" in render(made(one, "seed=3"), "sbatch")
     with pytest.raises(UsageError, match="lies outside"):
         os.chdir(Path(tempfile.mkdtemp(dir=".")))
-        plan_launch(Path("../job.yaml"), form="compose")
+        plan_launch(Path("../job.yaml"), form="kubernetes")
 
 
 @pytest.mark.parametrize(
@@ -158,11 +145,10 @@ def test_memory_follows_from_the_plan_of_the_stage_that_takes_most():
     assert launch.memory == Amount(11 * GIB, "node") and launch.num_cpus == 5
 
 
-def test_what_a_measured_run_shares_counts_once_and_its_epochs_give_the_time():
+def test_what_a_measured_run_shares_counts_once():
     measured_run("trajectory")
-    found = made(NODES | {"resources": {"ranks": 4}}, epoch_seconds=None)
+    found = made(NODES | {"resources": {"ranks": 4}})
     assert 8.5 * GIB < found.memory.bytes <= 9 * GIB and "1.00 GiB of mapped files" in found.memory_why
-    assert found.time == "00:50:00"
 
 
 def test_what_a_function_of_the_same_name_took_says_nothing_of_a_command():
@@ -187,13 +173,11 @@ def test_what_was_measured_with_other_settings_says_so_and_yields_to_what_is_dec
     own = {"experiment": "trial", "stages": {"train": command}, "params": {"batch": 2}, "launch": {}}
     with pytest.raises(ConfigError, match="the memory of train is not known"):
         made(own)
-    found = memfit.run(Path("job.yaml")).path
-    (found / "events/a-1-1.jsonl").write_text('{"time": 1060.0, "job": "train", "kind": "checkpoint", "seconds": 3}\n')
+    memfit.run(Path("job.yaml"))
     same = made(own)
     assert re.match(r"\S+ .iB \(measured on train of run_\w+\), 10%", same.memory_why)
     larger = made(own | {"params": {"batch": 64}})
     assert "with other settings: batch 2 -> 64)" in larger.memory_why
-    assert (same.grace_seconds, larger.grace_seconds) == (10, 60)  # a larger model takes longer to save
     words = [*command["run"], "--compile"]
     assert "with other settings: the command changed)" in made(own | {"stages": {"train": {"run": words}}}).memory_why
     declared = made(own | {"params": {"batch": 64}, "resources": {"memory": "3GiB"}})
@@ -201,16 +185,6 @@ def test_what_was_measured_with_other_settings_says_so_and_yields_to_what_is_dec
     count_loaders(monkeypatch, 9 * GIB)  # more than that job took: its peak says nothing of the rest
     with pytest.raises(ConfigError, match="the memory of train is not known"):
         made(own | {"params": {"batch": 64}, "stages": {"train": command | {"loaders": "train:loaders"}}})
-
-
-def test_the_time_to_stop_follows_from_the_longest_save_that_was_measured():
-    measured_run("recipes", saves=(3.0, 41.0))
-    launch = made(SERVICE)
-    assert (launch.grace_seconds, launch.command[-1]) == (82, "grace_seconds=82")
-    assert "2 x 41.0 s, the longest save" in launch.grace_why
-    assert "terminationGracePeriodSeconds: 92" in render(launch, "kubernetes")
-    assert made(SERVICE | {"grace_seconds": 20}).grace_seconds == 20  # what the config says counts
-    assert made(SERVICE | {"experiment": "new"}).grace_why == "grace_seconds, 60 s"
 
 
 @pytest.mark.proves("S3-08")
@@ -231,7 +205,6 @@ def test_more_than_a_node_has_is_refused_with_the_arithmetic():
         ({"launch": {"start_with": "srun", "env": {"HF_TOKEN": "abc"}}}, "launch.env.HF_TOKEN looks like a secret"),
         ({"stages": {"a": {"run": ["train", "--api-key=abc"]}}}, "the command looks like a secret"),
         ({"launch": {"data": ["a\nb"]}}, "launch.data"),
-        ({"launch": {"num_epochs": 2, "epoch_seconds": 1e308}}, "launch.epoch_seconds must be less than"),
         ({"launch": {"claim": "a-"}}, "launch.claim"),
         ({"launch": {"claim": "a..b"}}, "launch.claim"),
     ],
@@ -248,17 +221,6 @@ def test_loaders_without_a_model_make_no_request(monkeypatch):
         made(config)
     config["stages"]["train"]["memory"] = "24GiB"
     assert made(config, cpus_per_rank=None).num_cpus == 12  # 4 ranks with two workers of a loader each
-
-
-@pytest.mark.proves("S4-26", "S4-27", "S4-30")
-def test_a_service_has_equal_limits_room_for_its_batches_and_only_names_of_secrets():
-    launch = made(SERVICE, form="compose")
-    service = services(text := render(launch, "compose"))["recipes"]
-    assert "# .env: write API_KEY=VALUE there" in text and ".env" in (ROOT / ".gitignore").read_text().split()
-    assert service["mem_limit"] == service["memswap_limit"] == "36g"  # memfit itself runs there
-    assert service["shm_size"] == "3g" and launch.shm <= launch.memory
-    assert service["environment"]["API_KEY"].startswith("${API_KEY:?")
-    assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == 1
 
 
 def test_a_kubernetes_job_requests_the_planned_peak_and_a_stop_does_not_count_as_a_failure():
@@ -302,14 +264,39 @@ def test_a_folder_is_mounted_once_and_a_variable_is_set_once_as_the_api_requires
     names = [one["name"] for one in container["env"]]
     assert len(names) == len({*names}) and container["env"][-1] == {"name": "MEMFIT_RUNS_DIR", "value": "/app/runs"}
     assert {"name": "A", "valueFrom": {"secretKeyRef": {"name": "recipes", "key": "A"}}} in container["env"]
-    assert services(render(launch, "compose"))["recipes"]["volumes"] == ["./runs:/app/runs", "./data:/app/data"]
+
+
+def sample(kind):
+    """The first block of a kind in the page."""
+    return (ROOT / "docs/launch.md").read_text().partition(f"```{kind}\n")[2].partition("```")[0]
+
+
+@pytest.mark.proves("S4-26", "S4-27", "S4-30")
+def test_the_compose_file_of_the_page_has_the_sizes_of_the_job_and_only_names_of_secrets():
+    service, launch = YAML(typ="safe", pure=True).load(sample("yaml"))["services"]["recipes"], plan_launch(EXAMPLE)
+    assert service["mem_limit"] == service["memswap_limit"] == write_size(launch.memory.bytes, ("g", "m"))
+    assert service["shm_size"] == write_size(launch.shm.bytes, ("g", "m"))
+    assert service["environment"]["WANDB_API_KEY"].startswith("${WANDB_API_KEY:?")
+    assert ".env" in (ROOT / ".gitignore").read_text().split()
+
+
+@pytest.mark.proves("S4-31")
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("podman") is None, reason="needs podman")
+def test_podman_compose_reads_the_file_of_the_page_and_asks_for_the_secrets(tmp_path):
+    (tmp_path / "compose.yaml").write_text(sample("yaml"))
+
+    def config(**env):
+        command = [sys.executable, "-m", "podman_compose", "-f", "compose.yaml", "config"]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | env)
+
+    assert "mem_limit: 36g" in config(WANDB_API_KEY="a").stdout
+    refused = config()
+    assert refused.returncode and "WANDB_API_KEY is missing a value" in refused.stderr
 
 
 def test_the_samples_of_the_page_install_memfit_and_keep_secrets_out_of_the_image():
-    page = (ROOT / "docs/launch.md").read_text()
-    dockerfile, ignored = (
-        page.partition(f"```{one}\n")[2].partition("```")[0] for one in ("dockerfile", "dockerignore")
-    )
+    dockerfile, ignored = sample("dockerfile"), sample("dockerignore")
     steps = [line.partition(" ")[::2] for line in dockerfile.splitlines() if line[:1] != "#"]
     assert [name for name, _ in steps] == ["FROM", "WORKDIR", "COPY", "RUN", "RUN", "COPY", "CMD"]
     assert (
@@ -375,7 +362,7 @@ def shape(form, text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("form", ["sbatch", "compose", "kubernetes"])
+@pytest.mark.parametrize("form", ["sbatch", "kubernetes"])
 def test_no_text_of_a_setting_becomes_a_line_of_its_own(plain, form, field):
     if field == "ranks" and form != "sbatch":
         return
@@ -399,28 +386,9 @@ def test_values_and_words_arrive_as_they_were_given_or_are_refused(plain):
     for text, file in texts("sbatch", "command"):
         (command,) = shlex.split(file.partition("sh -c ")[2].partition("\ncode=")[0])
         assert shlex.split(command)[-1] == text
-    for text, file in texts("compose", "env"):
-        assert services(file)["recipes"]["environment"]["A"] == text.replace("$", "$$")
-    for text, file in texts("compose", "command"):
-        assert services(file)["recipes"]["command"][-1] == text.replace("$", "$$")
     for text, file in texts("kubernetes", "command"):
         (container,) = YAML(typ="safe", pure=True).load(file)["spec"]["template"]["spec"]["containers"]
         assert container["command"][-1] == text.replace("$", "$$")
-
-
-def test_a_container_has_its_folders_from_the_host_and_starts_again_a_few_times():
-    folders = {"data": ["data", "/mnt/images", "../shared"], "outputs": ["checkpoints"]}
-    launch = made(SERVICE | {"grace_seconds": 90}, **folders)
-    service = services(render(launch, "compose"))["recipes"]
-    assert service["volumes"] == [
-        "./runs:/app/runs",
-        "./checkpoints:/app/checkpoints",
-        "./data:/app/data:ro",
-        "/mnt/images:/mnt/images:ro",
-        "./../shared:/shared:ro",
-    ]
-    assert service["environment"]["MEMFIT_RUNS_DIR"] == "/app/runs"
-    assert service["restart"] == "on-failure:5" and service["stop_grace_period"] == "100s"
 
 
 def test_a_request_that_leaves_less_than_a_twentieth_above_a_declared_peak_is_tight():
@@ -432,97 +400,3 @@ def test_a_request_that_leaves_less_than_a_twentieth_above_a_declared_peak_is_ti
     assert made(tight, "accept_tight=true").memory == Amount(103 * GIB, "node")
     measured_run("recipes", shared=0)
     assert made(tight).memory == Amount(7 * GIB, "node")
-
-
-@pytest.mark.proves("S4-31")
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("podman") is None, reason="needs podman")
-def test_podman_compose_reads_the_file_and_asks_for_the_secrets(tmp_path):
-    (tmp_path / "compose.yaml").write_text(render(made(SERVICE, image="recipes", form="compose"), "compose"))
-
-    def config(**env):
-        command = [*COMPOSE, "-f", "compose.yaml", "config"]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | env)
-
-    service = services(config(API_KEY="a").stdout)["recipes"]
-    assert (service["mem_limit"], service["shm_size"]) == ("36g", "3g")
-    assert (service["restart"], len(service["volumes"])) == ("on-failure:5", 1)
-    refused = config()
-    assert refused.returncode and "API_KEY is missing a value" in refused.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.container
-def test_in_a_real_container_the_limits_of_the_file_hold_and_memfit_sees_them(tmp_path):
-    code = "import json; from memfit.memory import Budget; print(json.dumps(Budget.read().to_dict()))"
-    small = {"memory": {}, "resources": {"memory": "200MiB"}, "launch": {"shm": "160MiB"}}
-    launch = made(SERVICE | small, form="compose")
-    (tmp_path / "compose.yaml").write_text(render(launch, "compose"))
-    try:
-        with podman(Path(tempfile.mkdtemp(dir=tmp_path))) as run:
-            more = {"image": run.image, "network_mode": "none", "volumes": run.mounts, "environment": [run.python_path]}
-            more["command"] = [sys.executable, "-c", code]
-            (tmp_path / "here.yaml").write_text(json.dumps({"services": {"recipes": more}}))
-            words = [*COMPOSE, "-f", "compose.yaml", "-f", "here.yaml"]
-            here = {"cwd": tmp_path, "env": run.env, "capture_output": True, "text": True}
-            done = subprocess.run([*words, "run", "--rm", "-T", "recipes"], **here)
-            subprocess.run([*words, "down"], **here, check=True)  # the pod
-    except NoContainersError as reason:
-        pytest.skip(str(reason))
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])  # the first line may name the pod
-    assert found["limit_bytes"] == launch.memory.bytes
-    assert found["shm"]["total_bytes"] == launch.shm.bytes
-
-
-@pytest.mark.slow
-@pytest.mark.container
-def test_a_container_that_was_stopped_starts_again_and_goes_on_from_its_folders(tmp_path):
-    (tmp_path / "job.py").write_text(
-        "import os, pathlib, signal, sys, time\n"
-        "state = pathlib.Path('saved/state')\n"
-        "if state.exists():\n"
-        "    state.write_text('went on with ' + pathlib.Path('given/data').read_text())\n"
-        "    sys.exit(3)\n"  # an error: it is started again, but not for ever
-        "signal.signal(signal.SIGTERM, lambda *_: (state.write_text('saved'), sys.exit(75)))\n"
-        "os.kill(1, signal.SIGTERM)\n"
-        "time.sleep(60)\n"
-    )
-    for name in ("given", "saved", "runs"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "given/data").write_text("data")
-    config = {"experiment": "recipes", "stages": {"train": {"run": [sys.executable, "job.py"]}}, "launch": {}}
-    config["resources"] = {"memory": "200MiB"}
-    launch = made(config, form="compose", data=["given"], outputs=["saved"], image="recipes")
-    (tmp_path / "compose.yaml").write_text(render(launch, "compose"))
-    try:
-        with podman(Path(tempfile.mkdtemp(dir=tmp_path))) as run:
-            mounts = [*run.mounts, *(f"{tmp_path}/{name}:/app/{name}:ro" for name in ("job.py", "job.yaml"))]
-            env = [run.python_path, f"PATH={Path(sys.executable).parent}:/bin"]
-            more = {"image": run.image, "network_mode": "none", "volumes": mounts, "environment": env}
-            more["working_dir"] = "/app"
-            (tmp_path / "here.yaml").write_text(json.dumps({"services": {"recipes": more}}))
-            words = [*COMPOSE, "-p", tmp_path.name, "-f", "compose.yaml", "-f", "here.yaml"]
-            here = {"cwd": tmp_path, "env": run.env, "capture_output": True, "text": True}
-            subprocess.run([*words, "up", "-d"], **here, check=True)
-            try:
-                told = wait_for_restarts(f"{tmp_path.name}_recipes_1", here)
-            finally:
-                subprocess.run([*words, "down"], **here, check=True)
-    except NoContainersError as reason:
-        pytest.skip(str(reason))
-    assert told == "5 exited 4"  # a job of the run failed
-    assert (tmp_path / "saved/state").read_text() == "went on with data"
-    (outcome,) = (tmp_path / "runs").glob("recipes/run_*/outcome.json")  # one run, continued by each start
-    assert json.loads(outcome.read_text())["state"] == "failed"
-
-
-def wait_for_restarts(name, here):
-    """How often a container was started again, its state and its exit code, once it is started no more."""
-    end, words = time.monotonic() + 60, "{{.RestartCount}} {{.State.Status}} {{.State.ExitCode}}"
-    while time.monotonic() < end:
-        told = subprocess.run(["podman", "inspect", name, "--format", words], **here).stdout.strip()
-        if told.startswith("5 exited"):
-            break
-        time.sleep(0.2)
-    return told

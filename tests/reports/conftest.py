@@ -8,7 +8,7 @@ import pytest
 
 from memfit.files import write_json
 from memfit.memory import Footprint, PhasePeak, Sample, SeriesWriter
-from memfit.rundir import RunDir, level_of
+from memfit.rundir import RunDir, level_of, scope_of
 from memfit.tuning import Trial, TuneSettings
 
 #: 2026-11-21 09:00:00 in the time zone of the tests (UTC+1).
@@ -38,7 +38,7 @@ def made(tmp_path, monkeypatch):
 
     def event(at, kind, job=None, file="host-1-1", **fields):
         told = {"time": START + at, "job": job, "kind": kind, **fields}
-        scope = RunDir(path).scope if file == "host-1-1" else ""
+        scope = scope_of(RunDir(path).header) if file == "host-1-1" else ""
         with open(path / "events" / f"{file}.jsonl", "a") as lines:
             lines.write(json.dumps(told | {"level": level_of(told, scope)}) + "\n")
 

@@ -184,9 +184,9 @@ def test_a_runs_time_left_is_what_is_waiting_at_the_mean_time_shared_by_those_th
         made.job(f"cmd_{number:04d}", state, at=0 if number < 3 else 10, seconds=10.0,
                  name="status.json" if state == "running" else "outcome.json")  # fmt: skip
     view = view_of(made, 14)
-    assert view.left("cmd") == (8, (6 * 10 + 2 * 6) / 2)
+    assert view.left("cmd") == (6 * 10 + 2 * 6) / 2
     late = {name: job for name, job in view.jobs.items() if job.state == "running"}
-    assert replace(view, jobs=late).left("cmd") == (10, None)
+    assert replace(view, jobs=late).left("cmd") is None
 
 
 def test_commands_are_in_order_of_their_numbers(commands):
@@ -259,7 +259,7 @@ def test_stages_say_what_is_kept_why_others_run_and_what_that_saves(made):
     assert view.state().counts == {"completed": 3, "running": 1, "waiting": 2}
     assert [view.state().stages[name].saved_seconds for name in ("prepare", "fold")] == [7.5, 100]
     assert view.state().stages["fold"].why == "fold_3 and fold_4: code of train changed"
-    assert view.state().left("fold") == (2, 90)
+    assert view.state().left("fold") == 90
     made.event(30, "run", state="continued")
     view.read()
     assert view.state().stages == {}

@@ -10,14 +10,11 @@ import typer
 from typer import Option
 
 from memfit import slurm
-from memfit.amounts import Amount
 from memfit.cli._settings import join, set_flag, settings_of, tight_flag, with_flags
 from memfit.cli._terminal import AsJson, answer, console
 from memfit.errors import UsageError
-from memfit.memory import Budget
 from memfit.pipeline import plan_launch
 from memfit.planning import Launch, LaunchFormat, render
-from memfit.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ def launch(
     *,
     flags: Flags,
 ) -> None:
-    """Print what starts a config elsewhere: a batch script, a Kubernetes Job, or a Compose file.
+    """Print what starts a config elsewhere: a batch script or a Kubernetes Job.
 
     \b
     memfit launch config.yaml
@@ -44,7 +41,7 @@ def launch(
     memfit launch config.yaml --format kubernetes | kubectl apply -f -
 
     It changes nothing. Memory and /dev/shm follow from the plan (memfit run config.yaml
-    --plan), the time to stop from the longest save that was measured. Secrets appear as names of variables.
+    --plan). Secrets appear as names of variables.
 
     Exit codes: 0 done, 2 bad settings, 3 more memory than a node has, or tight (under 5 % left).
     """
@@ -66,7 +63,4 @@ def _check_room(made: Launch, form: LaunchFormat) -> str:
             return f"memory was not compared with the partition's nodes: {what}"
         made.check_node(memory, f"the largest node of partition {partition}")
         return ""
-    limit = Amount(Budget.read().binding.limit_bytes, "node")
-    if form == "compose" and not made.memory <= limit:
-        return f"this host has {format_bytes(limit.bytes)}: the container needs {format_bytes(made.memory.bytes)}"
     return ""

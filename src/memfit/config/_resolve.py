@@ -100,7 +100,7 @@ def resolve(
         content, lines = _read(file)
         layers.put((), content, lambda path: f"{file}:{lines[path]}")
     if values is not None:
-        layers.read_values(values)
+        layers.put((), to_plain(values), lambda _: ARGUMENT)
     layers.read_environment(os.environ if env is None else env, model)
     for override in overrides:
         layers.read_override(override, model)
@@ -143,16 +143,6 @@ class _Layers:
                 if other[: len(path)] == path or path[: len(other)] == other:
                     del self.given[other]
             self.given[path] = (value, origin(path))
-
-    def read_values(self, values: Mapping[str, Any]) -> None:
-        try:
-            self.put((), to_plain(values), lambda _: ARGUMENT)
-        except TypeError as error:
-            raise ConfigError(
-                f"the values given cannot be settings: {error}.",
-                rule="settings are what a YAML file can hold.",
-                remedy="pass numbers, text, paths, dates, booleans, lists and nested dicts",
-            ) from None
 
     def read_environment(self, env: Mapping[str, str], model: type[BaseModel]) -> None:
         for name in sorted(env):
@@ -253,7 +243,7 @@ def _checked(
 ) -> Resolved[M]:
     tree: dict[str, Any] = {}
     for path, (value, _) in given.items():
-        _below(tree, path[:-1])[path[-1]] = value
+        reduce(lambda above, part: above.setdefault(part, {}), path[:-1], tree)[path[-1]] = value
     origins = {prefix + dotted(path): origin for path, (_, origin) in given.items()}
     try:
         checked = _validated(model, tree)
@@ -262,12 +252,6 @@ def _checked(
     if problems:
         raise report(problems)
     return Resolved(checked, {name: origin_of(name, origins) for name in _leaves(checked, prefix)}, prefix, given)
-
-
-def _below(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    for part in path:
-        tree = tree.setdefault(part, {})
-    return tree
 
 
 def _validated(model: type[M], tree: dict[str, Any]) -> M:

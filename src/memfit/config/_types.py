@@ -72,7 +72,7 @@ def _as_plain(value: Any) -> Any:
         return sorted(map(to_plain, value), key=_canonical)
     if getattr(value, "shape", None) == ():
         return value.item()
-    raise TypeError(f"a value of type {type(value).__name__} is no setting")
+    raise TypeError(f"a value of type {type(value).__name__} is no setting: a YAML file cannot hold it")
 
 
 def fingerprint(value: Any) -> str:

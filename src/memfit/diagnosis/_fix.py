@@ -85,7 +85,7 @@ def make_fix(path: Path, diagnosis: Diagnosis, job: Job | None = None) -> Fix:
         raise UsageError(
             f"{path}: has neither an #SBATCH line nor a command that starts a training.",
             rule="--fix corrects Slurm batch scripts.",
-            remedy="name the script that was given to sbatch; memfit launch --format compose writes a Compose file",
+            remedy="name the script that was given to sbatch",
         )
     fixer = _Fixer(script, diagnosis, job or Job())
     notes = [*fixer.memory(), *fixer.apply_remedy(), *fixer.time()]

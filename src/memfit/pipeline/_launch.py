@@ -20,25 +20,13 @@ from memfit.memory import why_tight
 from memfit.pipeline._command import PLACEHOLDER, fill
 from memfit.pipeline._config import RunConfig, resolve_settings
 from memfit.pipeline._order import Order, order_of_config
-from memfit.pipeline._plan_run import changes_since, plan_run
+from memfit.pipeline._plan_run import plan_run
 from memfit.planning import Forecast, Launch, LaunchFormat, Machine, shm_bytes
-from memfit.rundir import Reader, RunDir
-from memfit.slurm import format_time
-from memfit.units import MIB, format_bytes, format_count, round_up_size
+from memfit.units import MIB, format_bytes, round_up_size
 
 _WATCHING = SHIM + Amount(96 * MIB, "node")  # what `memfit run` itself takes on each node
 _BOUNDLESS = 1 << 50  # more than any node has: a launch is planned for the machine that its config asks for
-#: A stop leaves the longest save that was measured so many times, and this much at least.
-_SAVES, _LEAST_GRACE_SECONDS = 2, 10
 _SHELL = re.compile(r"[;&|<>$`\n]")
-
-
-class _Earlier(NamedTuple):
-    """The newest run: an epoch of its largest job, the longest save, and a remark if that job had other settings."""
-
-    epoch_seconds: float | None = None
-    save_seconds: float | None = None
-    remark: str = ""
 
 
 class _Planned(NamedTuple):
@@ -76,56 +64,32 @@ def plan_launch(
         )
     place: config.Override = ("memfit launch", f"backend={'slurm' if nodes > 1 else 'local'}")
     order = order_of_config(source, overrides=[*overrides, place])
-    told = _read_run(order)
     gpus, ranks = max(order.gpus_of(one)[0] for one in order.stages), max(map(order.ranks_of, order.stages))
     layout = Layout(nodes, math.ceil(ranks / nodes), gpus_per_node=math.ceil(gpus / nodes))
     planned = _largest(order, layout, source)
     watching = Amount(0, "node") if by_srun else _WATCHING
     memory, memory_why = _memory(settings, planned, watching)
-    grace, grace_why = _grace(settings, told)
-    time, time_why = _time(settings, told)
     shm, shm_why, cpus = _shm_and_cpus(settings, planned)
     env = start_env(tight_malloc=False, cuda_allocator=settings.memory.cuda_allocator)
     env |= {"OMP_NUM_THREADS": str(settings.threads_per_job)}
     launch = Launch(
         re.sub(r"[^a-z0-9]+", "-", settings.experiment.lower())[:52].strip("-") or "memfit",
         own,
-        tuple(_rank_words(order) if by_srun else _run_words(source, settings, overrides, grace, form)),
+        tuple(_rank_words(order) if by_srun else _run_words(source, settings, overrides, form)),
         replace(layout, cpus_per_task=cpus * planned.jobs, gpus_per_node=math.ceil(gpus / nodes) * planned.jobs),
         planned.forecast,
         memory,
         memory_why,
         shm,
         shm_why,
-        time,
-        time_why,
-        grace,
-        grace_why,
+        settings.slurm.time,
+        settings.grace_seconds,
         (env if by_srun else {}) | own.env,  # else `memfit run` sets them
         settings.slurm.options,
         settings.slurm.extra,
     )
     _refuse_secrets(launch)
     return launch
-
-
-def _read_run(order: Order) -> _Earlier:
-    """Return what the newest run took, if there is one; a job that ran out of memory does not say what it needs."""
-    run = next(iter(RunDir.all(order.settings.runs_dir, order.settings.experiment)), None)
-    if run is None:
-        return _Earlier()
-    reader = Reader(run)
-    saves = [one.get("seconds") for one in reader.read() if one["kind"] == "checkpoint"]
-    longest = max((float(one) for one in saves if isinstance(one, int | float)), default=None)
-    jobs = [one for one in reader.state().jobs.values() if one.state != "out_of_memory"]
-    sizes = [(one.footprint, one) for one in jobs if one.footprint]
-    if not sizes:
-        return _Earlier(save_seconds=longest)
-    _, largest = max(sizes, key=lambda one: one[0].private_bytes)
-    done = largest.epochs_done - largest.epoch.get("epoch", 0) + len(largest.epoch_ends)  # in its last attempt
-    seconds = largest.seconds / done if largest.seconds and done >= 1 else None
-    stage = order.by_name.get(largest.stage)
-    return _Earlier(seconds, longest, changes_since(order, stage, run, largest.id) if stage is not None else "")
 
 
 def _largest(order: Order, layout: Layout, source: Path) -> _Planned:
@@ -190,27 +154,8 @@ def _shm_and_cpus(settings: RunConfig, planned: _Planned) -> tuple[Amount, str, 
     return Amount(round_up_size(size), "node"), why, cpus
 
 
-def _grace(settings: RunConfig, told: _Earlier) -> tuple[float, str]:
-    if "grace_seconds" in settings.model_fields_set or told.save_seconds is None:
-        return settings.grace_seconds, f"grace_seconds, {settings.grace_seconds:g} s"
-    least = settings.grace_seconds if told.remark else _LEAST_GRACE_SECONDS
-    seconds = max(least, math.ceil(_SAVES * told.save_seconds))
-    return seconds, f"{_SAVES} x {told.save_seconds:.1f} s, the longest save that was measured{told.remark}"
-
-
-def _time(settings: RunConfig, told: _Earlier) -> tuple[str, str]:
-    """Return the time limit, and how it follows; both empty for the partition's own."""
-    own, slack = settings.launch, settings.memory.slack
-    seconds = own.epoch_seconds or told.epoch_seconds
-    if settings.slurm.time or not own.num_epochs or not seconds:
-        return settings.slurm.time, ""
-    total = math.ceil(own.num_epochs * seconds * (1 + slack) / 60) * 60
-    epochs = format_count(own.num_epochs, f"epoch of {seconds:.0f} s")
-    return format_time(total), f"{epochs}, {slack:.0%} more{'' if own.epoch_seconds else told.remark}"
-
-
 def _run_words(
-    source: Path, settings: RunConfig, overrides: Sequence[config.Override], grace: float, form: LaunchFormat
+    source: Path, settings: RunConfig, overrides: Sequence[config.Override], form: LaunchFormat
 ) -> list[str]:
     """Return the command that runs the config on one node, with the settings that were given here."""
     path = source if form == "sbatch" else Path(os.path.relpath(source))
@@ -223,7 +168,6 @@ def _run_words(
     texts = [one if isinstance(one, str) else one[1] for one in overrides]
     given = [text for text in texts if not text.startswith(("launch.", "slurm."))]
     given += ["backend=local"] if settings.backend != "local" else []
-    given += [f"grace_seconds={grace:g}"] if grace != settings.grace_seconds else []
     return ["memfit", "run", str(path), *(word for text in given for word in ("--set", text))]
 
 

@@ -32,7 +32,6 @@ from memfit.pipeline._manifest import (
     identity_of,
     is_foreseen,
     key_of,
-    link_result,
     write_result,
 )
 from memfit.pipeline._order import Order
@@ -156,10 +155,6 @@ class Results:
         if unit.elsewhere is None or (found := _valid(unit.elsewhere, unit.key)) is None:
             return None
         return Ended("reused", made=found | {"reused_from": found["reused_from"] or str(unit.elsewhere)})
-
-    def link(self, unit: Unit) -> None:
-        assert unit.elsewhere is not None
-        link_result(unit.elsewhere, unit.manifest(self.run), unit.made)
 
     def take_left(self, unit: Unit) -> Ended | None:
         """Write the manifest of a command that completed while no supervisor ran; return it as ``kept``."""

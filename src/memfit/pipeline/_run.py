@@ -144,7 +144,7 @@ def start_folder(run: RunDir) -> contextlib.chdir[Path]:
         raise UsageError(
             f"{cwd} is not there, where {run.path} was started.",
             rule="a run continues in the folder of its start: its paths begin there.",
-            remedy=f"make that folder again: mkdir -p {shlex.quote(str(cwd))}",
+            remedy=f"make that folder again: mkdir -p {shlex.quote(str(cwd))}; or give its command where it is now",
         )
     return contextlib.chdir(cwd)
 

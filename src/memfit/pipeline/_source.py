@@ -13,7 +13,7 @@ from memfit.errors import MemfitError
 from memfit.files import refresh
 from memfit.jobs import JobStatus, name_jobs
 from memfit.pipeline._graph import Graph, Step
-from memfit.pipeline._manifest import remove_result
+from memfit.pipeline._manifest import link_result, remove_result
 from memfit.pipeline._results import HOST, NOT_MADE, Ended, Proofs, Unit
 from memfit.units import format_bytes, format_duration
 
@@ -113,7 +113,8 @@ class UnitSource:
         self._changed += step.changed
         for unit in [unit for unit in step.changed if unit.state == "reused"]:
             try:
-                self._results.link(unit)
+                assert unit.elsewhere is not None
+                link_result(unit.elsewhere, unit.manifest(self.graph.run), unit.made)
             except (MemfitError, OSError) as error:
                 self._undo(unit, "failed", _why(error))
         if self.graph.order.choice.check_files:

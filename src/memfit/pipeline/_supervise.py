@@ -40,7 +40,7 @@ from memfit.memory import HOST, Budget, Claims, Footprint, Sizes, is_lost, lock_
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._places import PLACES, read_budget
 from memfit.planning import plan
-from memfit.rundir import Event, EventWriter, Reader, RunDir
+from memfit.rundir import Event, EventWriter, Reader, RunDir, scope_of
 
 View = Callable[[RunDir], Callable[[], None]]
 Known = Sequence[tuple[str, Mapping[str, str], Footprint]]
@@ -285,8 +285,8 @@ def supervised(
     with closing(_RunLock(run.path)) as lock, ExitStack() as ends, _said_in_words(run):
         for folder in run.path.glob("*/*/"):
             refresh(folder)  # the last supervisor may have been on another host
-        events = EventWriter(run.events_dir, scope=run.scope)
-        ends.callback(lambda: _end_events(events, state, parent))
+        events = EventWriter(run.events_dir, scope=scope_of(run.header))
+        ends.callback(lambda: _end_events(events, state))
         psutil.cpu_times_percent()  # the next call counts from here
         with _stoppable() as stop, ExitStack() as stack:
             events.write("run", **facts)
@@ -301,13 +301,11 @@ def supervised(
         state = supervisor.state
 
 
-def _end_events(events: EventWriter, state: str, parent: Parent | None) -> None:
+def _end_events(events: EventWriter, state: str) -> None:
     spent = psutil.cpu_times_percent()
     disk = getattr(spent, "iowait", 0.0)
     shares = {"busy": round(1 - (spent.idle + disk) / 100, 3), "disk": round(disk / 100, 3)}
     with suppress(OSError):  # a full disk
-        if parent is not None and parent.used_bytes:
-            events.write("warm", bytes=parent.used_bytes)
         events.write("run", state=state, cpu=shares)
     with suppress(OSError):  # a network drive tells of lost writes here
         events.close()

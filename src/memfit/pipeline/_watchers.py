@@ -24,7 +24,7 @@ from memfit.pipeline._graph import Graph
 from memfit.pipeline._order import Order
 from memfit.pipeline._results import made_for
 from memfit.pipeline._supervise import RunResult, Supervisor, Watcher
-from memfit.rundir import CANARY_VARIABLE, Event, EventWriter, RunDir
+from memfit.rundir import CANARY_VARIABLE, Event, EventWriter, RunDir, scope_of
 from memfit.units import format_bytes, format_count, format_duration, list_some, round_up_size, write_size
 
 #: The job goes on for so long after it was last seen to enter a phase or to grow by this share.
@@ -190,7 +190,10 @@ class Canary(Watcher):
         is_killed = code is None or code < 0 or 128 < code <= 192  # the latter as a shell or srun says it
         if status.state != "failed" or status.wants_more or is_killed:
             return DoesNotFitError.exit_code
-        is_own = self.run.scope == "command" or code in (DoesNotFitError.exit_code, PeerFailedError.exit_code)
+        is_own = scope_of(self.run.header) == "command" or code in (
+            DoesNotFitError.exit_code,
+            PeerFailedError.exit_code,
+        )
         return code if is_own and code else JobFailedError.exit_code
 
     def _request(self, status: JobStatus | None) -> dict[str, Any]:

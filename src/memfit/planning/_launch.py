@@ -1,4 +1,4 @@
-"""What starts a training elsewhere: its sizes, and the batch script, Kubernetes Job or Compose file that has them."""
+"""What starts a training elsewhere: its sizes, and the batch script or Kubernetes Job that has them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memfit.planning._ledger import Forecast
 from memfit.planning._machine import Count
 from memfit.units import format_bytes, write_size
 
-LaunchFormat = Literal["sbatch", "compose", "kubernetes"]
+LaunchFormat = Literal["sbatch", "kubernetes"]
 _Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 _Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]
 _Folder = Annotated[str, Field(pattern=r"^[\w./][\w./ +@=,-]*$")]
@@ -38,8 +38,6 @@ class LaunchSettings(Settings):
 
     start_with: Literal["memfit", "srun"] = "memfit"  # who starts the ranks: ``memfit run`` on one node, or Slurm
     cpus_per_rank: Count | None = None
-    num_epochs: Count | None = None
-    epoch_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
     shm: ByteSize | None = None  # None: from the loaders that the plan counts, 64 MiB at least
     image: _Image = ""  # as it was pushed
     claim: _Claim = ""  # empty: the name of the experiment
@@ -63,9 +61,7 @@ class Launch:
     shm: Amount  # the part of it that /dev/shm must hold
     shm_why: str
     time: str  # the time limit; the partition's own when empty
-    time_why: str
     grace_seconds: float  # how long a job may take to save and end after SIGTERM
-    grace_why: str
     env: dict[str, str] = field(default_factory=dict)  # variables of the training
     slurm: dict[str, str] = field(default_factory=dict)  # options of ``sbatch`` that say where it runs
     slurm_extra: tuple[str, ...] = ()  # further ones, as they were given
@@ -111,7 +107,7 @@ class Launch:
 
     def figures(self) -> dict[str, Any]:
         """Return the sizes as JSON values; bytes are of one node."""
-        names = "memory_why shm_why time time_why grace_seconds grace_why"
+        names = "memory_why shm_why time grace_seconds"
         sizes = {"memory_bytes": self.memory.bytes, "shm_bytes": self.shm.bytes, "cpus_per_node": self.num_cpus}
         ranks = {"num_nodes": self.num_nodes, "num_ranks": self.num_nodes * self.num_ranks}
         return ranks | sizes | {name: getattr(self, name) for name in names.split()}
@@ -125,7 +121,7 @@ def render(launch: Launch, form: LaunchFormat) -> str:
             rule=f"--format {form} starts all ranks in one container.",
             remedy="give --format sbatch; or one node: --set slurm.nodes=1 --set launch.start_with=memfit",
         )
-    return {"sbatch": _sbatch, "compose": _compose, "kubernetes": _kubernetes}[form](launch)
+    return {"sbatch": _sbatch, "kubernetes": _kubernetes}[form](launch)
 
 
 def _sbatch(launch: Launch) -> str:
@@ -148,13 +144,12 @@ def _sbatch(launch: Launch) -> str:
         "open-mode": "append",
         "output": f"{launch.name}_%j.log",
     }
-    notes = [f"# memory: {launch.memory_why}", *([f"# time: {launch.time_why}"] if launch.time_why else [])]
-    notes.append(f"# signal: {launch.grace_why}, and a minute that Slurm may be early")
     exports = [f"export {name}={shlex.quote(value)}" for name, value in launch.env.items()]
     needed = [f': "${{{name}:?set it before sbatch}}"' for name in launch.settings.pass_env]
     again = f'[ "$code" -eq 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {_MOST_REQUEUES} ]'
     body = [
-        *notes,
+        f"# memory: {launch.memory_why}",
+        f"# signal: grace_seconds, {launch.grace_seconds:g} s, and a minute that Slurm may be early",
         *needed,
         *exports,
         f"{_STEP} {start}",
@@ -164,45 +159,6 @@ def _sbatch(launch: Launch) -> str:
         'exit "$code"',
     ]
     return render_script(options, launch.slurm_extra, "\n".join(body))
-
-
-def _folders(launch: Launch) -> dict[str, bool]:
-    """Return the folders that outlive a container, each once, and whether it only reads them."""
-    written = dict.fromkeys(map(normpath, ("runs", *launch.settings.outputs)), False)
-    return written | {one: True for one in map(normpath, launch.settings.data) if one not in written}
-
-
-def _compose(launch: Launch) -> str:
-    settings = launch.settings
-    memory, shm = (write_size(size.bytes, ("g", "m")) for size in (launch.memory, launch.shm))
-    last = {name: f"${{{name}:?set it in the environment or in .env}}" for name in settings.pass_env}
-    last["MEMFIT_RUNS_DIR"] = f"{_HOME}/runs"
-    service: dict[str, Any] = {"image": settings.image} if settings.image else {"build": "."}
-    service |= {
-        "command": [_plain(word) for word in launch.command],
-        "restart": f"on-failure:{_MOST_RESTARTS}",
-        "volumes": [
-            f"{join('.', one)}:{normpath(join(_HOME, one))}{':ro' * reads}" for one, reads in _folders(launch).items()
-        ],
-        "mem_limit": memory,
-        "memswap_limit": memory,
-        "shm_size": shm,
-        "environment": {name: _plain(value) for name, value in launch.env.items()} | last,
-        "stop_grace_period": f"{_grace(launch)}s",
-    }
-    if launch.layout.gpus_per_node:
-        devices = [{"driver": "nvidia", "count": launch.layout.gpus_per_node, "capabilities": ["gpu"]}]
-        service["deploy"] = {"resources": {"reservations": {"devices": devices}}}
-    notes = [
-        f"# restart: after a stop (exit code 75), a kill or an error, {_MOST_RESTARTS} times at most; it goes on",
-        "# volumes: these folders outlive the container; launch.data and launch.outputs name more of them",
-        f"# mem_limit: {launch.memory_why}",
-        "# memswap_limit: the same, so no swap",
-        f"# shm_size: {launch.shm_why}; it counts towards mem_limit",
-        f"# stop_grace_period: {launch.grace_why}, and {_ENDING_SECONDS} s for memfit",
-    ]
-    notes += [f"# .env: write {name}=VALUE there, and keep it out of version control" for name in settings.pass_env]
-    return "\n".join([*notes, config.write_yaml({"services": {launch.name: service}})])
 
 
 def _kubernetes(launch: Launch) -> str:
@@ -225,7 +181,7 @@ def _kubernetes(launch: Launch) -> str:
     }
     pod = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": _grace(launch),
+        "terminationGracePeriodSeconds": math.ceil(launch.grace_seconds) + _ENDING_SECONDS,
         "containers": [container],
         "volumes": [
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": write_size(launch.shm.bytes, ("Gi", "Mi"))}},
@@ -246,7 +202,7 @@ def _kubernetes(launch: Launch) -> str:
     notes = [
         f"# memory: {launch.memory_why}",
         f"# /dev/shm: {launch.shm_why}; it counts towards the memory",
-        f"# terminationGracePeriodSeconds: {launch.grace_why}, and {_ENDING_SECONDS} s for memfit",
+        f"# terminationGracePeriodSeconds: grace_seconds, and {_ENDING_SECONDS} s for memfit",
         "# podFailurePolicy: a stop (exit code 75) and an eviction start a new pod, which goes on; bad settings (2)",
         f"# and too little memory (3) end the Job; a kill or an error counts, {_MOST_RESTARTS} times at most",
         f"# volumes: the claim {settings.claim or launch.name} holds runs and the folders of launch.data and .outputs",
@@ -257,7 +213,9 @@ def _kubernetes(launch: Launch) -> str:
 def _mounts(launch: Launch) -> list[dict[str, Any]]:
     """Return where the folders of the claim appear; each is a folder of the claim."""
     found: list[dict[str, Any]] = []
-    for one, reads in _folders(launch).items():
+    written = dict.fromkeys(map(normpath, ("runs", *launch.settings.outputs)), False)
+    folders = written | {one: True for one in map(normpath, launch.settings.data) if one not in written}
+    for one, reads in folders.items():
         below = one.lstrip("/")
         if below.startswith("..") or below in ("", ".", "dev/shm"):
             raise UsageError(
@@ -271,9 +229,5 @@ def _mounts(launch: Launch) -> list[dict[str, Any]]:
 
 
 def _plain(text: str) -> str:
-    """Return a text in which Compose and Kubernetes replace nothing."""
+    """Return a text in which Kubernetes replaces nothing."""
     return text.replace("$", "$$")
-
-
-def _grace(launch: Launch) -> int:
-    return math.ceil(launch.grace_seconds) + _ENDING_SECONDS

@@ -31,25 +31,24 @@ def _time(job: JobState) -> str:
 
 
 class Column(NamedTuple):
-    """A column of a job: its text, the reports that show it, and as which it gives way on a narrow terminal."""
+    """A column of a job: its text, and the reports that show it."""
 
     text: Callable[[JobState], str]
     shown_by: Collection[str]
-    gives_way: int = 0
 
 
 _LIVE, _ALL = {"live", "ps"}, {"live", "ps", "summary", "page"}
 #: The columns of a job by their headings: those of the live table, of ``memfit ps``, of the summary and of the page.
 COLUMNS: Mapping[str, Column] = {
     "job": Column(lambda job: job.name, {"live", "ps", "page"}),
-    "node": Column(lambda job: job.node or "-", {"live"}, gives_way=3),
+    "node": Column(lambda job: job.node or "-", {"live"}),
     "pid": Column(lambda job: f"{job.node}{job.node and ':'}{job.pid or '-'}", {"ps"}),
     "state": Column(lambda job: show_state(job.shown), {"summary", "page"}),
     "phase": Column(lambda job: job.phase or "-", _LIVE),
     "epoch": Column(lambda job: epochs_done(job).strip() or "-", {"live"}),
-    "memory": Column(lambda job: size_text(job.used_bytes), _LIVE, gives_way=4),
-    "peak": Column(lambda job: size_text(job.peak_bytes), _ALL, gives_way=1),
-    "reserved": Column(lambda job: size_text(job.reserved_bytes), _ALL, gives_way=2),
+    "memory": Column(lambda job: size_text(job.used_bytes), _LIVE),
+    "peak": Column(lambda job: size_text(job.peak_bytes), _ALL),
+    "reserved": Column(lambda job: size_text(job.reserved_bytes), _ALL),
     "start": Column(lambda job: or_dash(job.started, stamp), {"page"}),
     "time": Column(_time, _ALL),
     "ETA": Column(lambda job: or_dash(job.eta_seconds, partial(format_duration, short=True)), {"live"}),

@@ -17,7 +17,6 @@ from memfit.files import fits, open_own
 from memfit.memory import Budget
 from memfit.reports._columns import (
     BAD,
-    COLUMNS,
     PHASE_COLUMNS,
     cells_of,
     columns_of,
@@ -37,6 +36,7 @@ from memfit.units import format_bytes, format_count, format_duration
 _STYLE = {"running": "cyan", "completed": "green", "stalled": "yellow", "stopped": "yellow", "rank": "dim"}
 _STYLE |= dict.fromkeys(BAD, "red")
 _OPTIONAL = ("node", "epoch")  # columns that are left out if no job has them
+_WIDE_ALONE = ("node", "memory", "peak", "reserved")  # columns that a narrow terminal does not show
 #: All of so many jobs are shown; of more, at most so many that run, and the last that ended.
 _WHOLE_ROWS, _RUNNING_ROWS, _ENDED_ROWS = 12, 40, 3
 _BAR_COLUMNS = 40
@@ -109,9 +109,11 @@ class LiveRun:
 
     def _print_sign_of_life(self, state: RunState, headline: str) -> None:
         """After a silence print how long the run has lasted, what runs, and what the others wait for."""
-        silent = time.monotonic() - self._spoke
-        if silent < self._silence or (state.is_one and _has_output(state, self._silence)):
+        if time.monotonic() - self._spoke < self._silence:
             return
+        own = (state.run.job_dir(job.id) / name for job in state.running for name in ("out.log", "err.log"))
+        if state.is_one and any(log.exists() and time.time() - log.stat().st_mtime < self._silence for log in own):
+            return  # a command that prints is not talked over
         silence = min(2 * self._silence, _MOST_SILENCE_SECONDS)
         self._say(f"{stamp(state.now)}  {headline or explain_now(state, self._waits_for)}", "dim")
         self._silence = silence
@@ -161,8 +163,6 @@ class LiveRun:
         is_study = state.kind == "tune"
         is_many = len(state.params) > _WHOLE_ROWS or any(len(one.units) > _WHOLE_ROWS for one in state.stages.values())
         lowest = LEVELS.index("verbose" if self.verbose else "line" if is_many or is_study else "table")
-        # Once a look for each stage.
-        ends = {state.stage_of(event["job"]): event for event in events if event["kind"] == "end"}
         lines = []
         for event in events:
             if event["kind"] in ("wait", "admit"):
@@ -170,8 +170,6 @@ class LiveRun:
             is_failure = event["kind"] in ("end", "trial") and event.get("state") not in ("completed", "pruned")
             is_told = LEVELS.index(level_of(event)) <= lowest and (is_failure or not self.quiet)
             text = describe(event, state) if is_told else ""
-            if text and not is_study and event in ends.values():
-                text += describe_left(event, state)
             if text:
                 text += f"; {told}" if self.verbose and (told := explain_memory(event)) else ""
                 lines.append(f"{stamp(float(event['time']))}  " + re.sub(r"\s*\n\s*", "; ", text))
@@ -205,16 +203,6 @@ def describe(event: Event, state: RunState) -> str:
     return text.replace(job, state.name(job), 1) if job and kind in ("admit", "end") else text
 
 
-def describe_left(event: Event, state: RunState) -> str:
-    """Return how many units of a stage are left after this end, and for how long; empty after the last one."""
-    stage = state.stage_of(event["job"])
-    num_left, seconds = state.left(stage)
-    if not num_left:
-        return ""
-    left = f"; {num_left} of {len(state.units.get(stage, ()))} left"
-    return left + (f", about {format_duration(seconds, short=True)}" if seconds else "")
-
-
 def explain_now(state: RunState, waits_for: str = "") -> str:
     parts = []
     for job in state.running[:_MOST_TOLD]:
@@ -227,11 +215,6 @@ def explain_now(state: RunState, waits_for: str = "") -> str:
         why = f" ({waits_for})" if waits_for else ""
         parts.append(f"{waiting} wait{'s' if waiting == 1 else ''}{why}")
     return f"after {format_duration(state.wall_seconds, short=True)}: {'; '.join(parts) or 'no job runs yet'}"
-
-
-def _has_output(state: RunState, seconds: float) -> bool:
-    logs = (state.run.job_dir(job.id) / name for job in state.running for name in ("out.log", "err.log"))
-    return any(log.exists() and time.time() - log.stat().st_mtime < seconds for log in logs)
 
 
 # The table
@@ -261,16 +244,15 @@ def read_room(state: RunState, *, here: bool = True) -> Room:
 def render(state: RunState, room: Room, headline: str = "", *, width: int = 80) -> RenderableType:
     """Return the table of jobs, their counts and the budget, with a headline above.
 
-    Where a terminal is narrow, a job goes by the parameters in which the jobs differ, and sizes give way.
+    A narrow terminal shows of a job the parameters in which the jobs differ, and neither node nor sizes.
     """
-    rows, names = [*state.jobs.values()], short_names(state)
+    rows = [*state.jobs.values()]
     lines = [line for row in _shown(rows) for line in (cells_of(row, state.run), *_rank_lines(row))]
     shown = columns_of("live")
     shown = [one for one in shown if one not in _OPTIONAL or any(line.get(one, "-") != "-" for line in lines)]
-    for dropped in range(-1, max(column.gives_way for column in COLUMNS.values()) + 1):
-        if dropped == 0:
-            lines = [line | {"job": names.get(line["job"], line["job"])} for line in lines]
-        columns = [name for name in shown if not 0 < COLUMNS[name].gives_way <= dropped]
+    narrow = [one for one in shown if one not in _WIDE_ALONE]
+    for columns, names in ((shown, {}), (narrow, short_names(state))):
+        lines = [line | {"job": names.get(line["job"], line["job"])} for line in lines]
         widths = [max(map(len, (name, *(line.get(name, "") for line in lines)))) for name in columns]
         if sum(widths) + len(widths) <= width:
             break
@@ -280,7 +262,6 @@ def render(state: RunState, room: Room, headline: str = "", *, width: int = 80) 
         for line, style in zip(lines, styles, strict=True)
     ]
     table = plain_table(*columns, rows=cells, left=("job", "node", "phase"), gap=1)
-    table.columns[0].overflow = "ellipsis"
     for column, least in zip(table.columns[1:], widths[1:], strict=True):
         column.min_width = least
     return Group(*([Text(headline)] if headline else ()), table, *_footer(state, rows, room, width))
@@ -302,7 +283,7 @@ def _footer(state: RunState, rows: Sequence[JobState], room: Room, width: int) -
         num_stalled = sum(row.stalled for row in rows)
         counts += f"; {num_stalled} waiting for memory" if num_stalled else ""
         for stage in state.stage_names if state.kind != "tune" else ():
-            eta = state.left(stage)[1]
+            eta = state.left(stage)
             of = f" of {stage}" if len(state.stages) > 1 else ""
             counts += f"; about {format_duration(eta, short=True)}{of} left" if eta else ""
         yield Text(counts)

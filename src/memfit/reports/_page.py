@@ -61,7 +61,15 @@ class _Seen:
 
     def __init__(self, run: RunDir) -> None:
         reader = Reader(run)
-        self.events, self.state, self.series = reader.read(), reader.state(), _read(run)
+        self.events, self.state = reader.read(), reader.state()
+        #: The memory of each job over time in each of its attempts, which have a file each.
+        self.series: dict[str, list[list[Sample]]] = {}
+        for path in run.path.glob("jobs/*/memory*.jsonl"):
+            with suppress(DamagedError, OSError):
+                if samples := read_series(path):
+                    self.series.setdefault(path.parent.name, []).append(samples)
+        for attempts in self.series.values():
+            attempts.sort(key=lambda one: one[0].time)
         self.name = f"{run.path.parent.name}/{run.path.name}"
         every = [samples for attempts in self.series.values() for samples in attempts]
         times = [one.time for samples in every for one in (samples[0], samples[-1])]
@@ -92,16 +100,6 @@ class _Seen:
 def write_page(run: RunDir, path: Path) -> Path:
     write_atomic(path, mask(_page(_Seen(run)), by_name=False))
     return path
-
-
-def _read(run: RunDir) -> dict[str, list[list[Sample]]]:
-    """Return the memory of each job over time in each of its attempts, which have a file each."""
-    found: dict[str, list[list[Sample]]] = {}
-    for path in run.path.glob("jobs/*/memory*.jsonl"):
-        with suppress(DamagedError, OSError):
-            if samples := read_series(path):
-                found.setdefault(path.parent.name, []).append(samples)
-    return {job: sorted(attempts, key=lambda one: one[0].time) for job, attempts in found.items()}
 
 
 def _page(seen: _Seen) -> str:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from memfit.rundir._folder import JOB_ID_VARIABLE as JOB_ID_VARIABLE
     from memfit.rundir._folder import RUN_DIR_VARIABLE as RUN_DIR_VARIABLE
     from memfit.rundir._folder import RunDir as RunDir
+    from memfit.rundir._folder import scope_of as scope_of
     from memfit.rundir._liveness import SUPERVISOR as SUPERVISOR
     from memfit.rundir._liveness import liveness as liveness
     from memfit.rundir._loaders import batch_size_of as batch_size_of

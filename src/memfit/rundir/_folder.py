@@ -149,27 +149,14 @@ class RunDir:
 
     @property
     def header(self) -> dict[str, Any]:
-        """``run.json``; if the folder of its start was moved with the run in it, ``cwd`` and ``folders`` as now."""
-        found = read_masked(self.path / "run.json", _HEADER) or {}
-        was, home = Path(found.get("path") or self.path), Path(found.get("cwd") or "/")
-        if was == self.path or os.access(home, os.F_OK) or not was.is_relative_to(home):
-            return found
-        inner, folders = was.relative_to(home), [Path(one) for one in found.get("folders") or ()]
-        if (now := Path(*self.path.parts[: -len(inner.parts)])) / inner == self.path:
-            moved = [now / one.relative_to(home) if one.is_relative_to(home) else one for one in folders]
-            found |= {"cwd": str(now), "folders": [str(one) for one in moved]}
-        return found
+        """``run.json``."""
+        return read_masked(self.path / "run.json", _HEADER) or {}
 
     @property
     def is_copy(self) -> bool:
         """Whether the run from which it was copied is there still."""
         was = self.header.get("path") or self.path
         return os.access(was, os.F_OK) and not Path(was).samefile(self.path)
-
-    @property
-    def scope(self) -> Scope:
-        """What its supervisor's events are about, as `EventWriter` takes it."""
-        return scope_of(self.header)
 
     @property
     def state(self) -> str:

@@ -139,10 +139,6 @@ class RunState:
         """The jobs that run."""
         return [job for job in self.jobs.values() if job.shown == "running"]
 
-    def stage_of(self, job_id: str) -> str:
-        """The stage of a job: ``fold`` of ``fold_3``."""
-        return stage_of(job_id, self.stages)
-
     def name(self, job_id: str) -> str:
         """A job's id and its parameters, such as ``cmd_0002 fold=2``."""
         return _name(job_id, self.params.get(job_id, {}))
@@ -151,7 +147,7 @@ class RunState:
     def stage_names(self) -> list[str]:
         """The stages of the last command, or those of the jobs where it told none, in order."""
         told = sorted(self.stages, key=[*self.graph, *self.stages].index)
-        rest = [*(job.stage for job in self.jobs.values()), *map(self.stage_of, [*self.params][:1])]
+        rest = [*(job.stage for job in self.jobs.values()), *(stage_of(job, self.stages) for job in [*self.params][:1])]
         return told or list(dict.fromkeys(rest))
 
     @cached_property
@@ -178,22 +174,19 @@ class RunState:
         order = ["completed", "running", "waiting", *sorted(states)]
         return {name: states[name] for name in dict.fromkeys(order) if states[name]}
 
-    def left(self, stage: str) -> tuple[int, float | None]:
-        """How many units of a stage are not done yet, and how long they take, as units took so far.
-
-        The seconds are None when nothing is left, and while no unit is done, unless all others run and know their end.
-        """
+    def left(self, stage: str) -> float | None:
+        """How long the units of a stage that are not done take, as others took so far; None if that is not known."""
         own = [job for job in self.jobs.values() if job.stage == stage]
         running = [job for job in own if job.shown == "running"]
         waiting = sum(state == "waiting" for state in self.units.get(stage, {}).values())
         took = [job.seconds for job in own if job.state == "completed" and job.seconds is not None]
         if not took or not (running or waiting):
             ends = [job.eta_seconds for job in running if job.eta_seconds is not None]
-            return waiting + len(running), max(ends) if ends and len(ends) == len(running) and not waiting else None
+            return max(ends) if ends and len(ends) == len(running) and not waiting else None
         mean = statistics.fmean(took)
         left = [job.eta_seconds or max(0.0, mean - (job.seconds or 0.0)) for job in running]
         at_once = len(running) or max(1, self.most_at_once)
-        return waiting + len(running), max([(waiting * mean + sum(left)) / at_once, *left])
+        return max([(waiting * mean + sum(left)) / at_once, *left])
 
 
 def seconds_left(first: tuple[float, float], last: tuple[float, float], whole: float, now: float) -> float | None:
@@ -218,6 +211,7 @@ def _name(job_id: str, params: Mapping[str, str]) -> str:
 
 
 def stage_of(job_id: str, stages: Mapping[str, StageState]) -> str:
+    """Return the stage of a job: ``fold`` of ``fold_3``."""
     told = next((name for name, stage in stages.items() if job_id in stage.units), "")
     head, _, number = job_id.rpartition("_")
     return told or (head if number.isdigit() else job_id)
