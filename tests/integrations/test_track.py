@@ -1,7 +1,6 @@
 """Trackers show a run's epochs and why it ended; one that fails or hangs costs the run nothing."""
 
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -74,15 +73,7 @@ def mlflow(path):
     return {"work/train_loss": [(one.step, one.value) for one in history]}, f"{found.data.tags} {found.info.status}"
 
 
-def trackio(path):
-    [file] = path.glob("trackio/*.db")
-    with sqlite3.connect(file) as store:
-        losses = [(step, text) for step, text in store.execute("select step, metrics from metrics order by step")]
-        alerts = store.execute("select title, text, level from alerts").fetchall()
-    return {"work/train_loss": losses}, str(alerts)
-
-
-READ = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow, "trackio": trackio}
+READ = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}
 
 
 def told(path):

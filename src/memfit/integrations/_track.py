@@ -94,8 +94,7 @@ class Tracking:
 def start_trackers(settings: TrackSettings, run: RunDir, events: EventWriter) -> Tracking | None:
     for name in settings.to:
         if importlib.util.find_spec(name) is None:
-            extra = "trackio" if name == "trackio" else "integrations"
-            raise MissingExtraError.of(name, extra, f"track.to: {name}")
+            raise MissingExtraError.of(name, "integrations", f"track.to: {name}")
     needed = {} if settings.offline else {"wandb": settings.key_variable, "mlflow": "MLFLOW_TRACKING_URI"}
     for tracker, variable in needed.items():
         if tracker in settings.to and not os.environ.get(variable):

@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases, MLflow and trackio: how each is shown an epoch and an end."""
+"""TensorBoard, Weights & Biases and MLflow: how each is shown an epoch and an end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from memfit.rundir import RunDir
 
-Name = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+Name = Literal["tensorboard", "wandb", "mlflow"]
 _MOST_TEXT = 1000
 
 
@@ -118,32 +118,10 @@ class _MLflow(Tracker):
         self.client.set_terminated(self.id, "FINISHED" if state in ("completed", "stopped") else asked)
 
 
-class _Trackio(Tracker):
-    """One run of trackio; offline below ``RUN/trackio``. Its alerts tell the ends."""
-
-    def __init__(self, run: RunDir, project: str) -> None:
-        import trackio
-
-        self.levels = trackio.AlertLevel
-        self.run: Any = trackio.init(project, run.path.name, resume="allow", auto_log_cpu=False, auto_log_gpu=False)
-
-    def show(self, job: str, epoch: int, numbers: Mapping[str, float]) -> None:
-        self.run.log({f"{job}/{name}": value for name, value in numbers.items()}, step=epoch)
-
-    def end(self, job: str, state: str, cause: str) -> None:
-        level = self.levels.INFO if state in ("completed", "stopped") else self.levels.ERROR
-        self.run.alert(f"{job}: {state}", cause or None, level)
-
-    def close(self, state: str, cause: str) -> None:
-        self.end("run", state, cause)
-        self.run.finish()
-
-
 TRACKERS: Mapping[Name, Callable[[RunDir, str], Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _Wandb,
     "mlflow": _MLflow,
-    "trackio": _Trackio,
 }
 
 
@@ -154,9 +132,6 @@ def environment(name: Name, run: RunDir, *, offline: bool) -> dict[str, str]:
         given |= {"WANDB_SILENT": "true", "WANDB_MODE": "offline" if offline else "online"}
     elif name == "mlflow" and offline:
         given["MLFLOW_TRACKING_URI"] = (run.path / "mlflow").as_uri()
-    elif name == "trackio" and offline:
-        given = {name: value for name, value in given.items() if not name.startswith("TRACKIO_")}
-        given["TRACKIO_DIR"] = str(run.path / "trackio")
     return given
 
 

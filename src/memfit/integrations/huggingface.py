@@ -1,14 +1,13 @@
 """Watch, stop and resume the Trainer of transformers, and make the resume exact: ``docs/frameworks/huggingface.md``.
 
 Private names that have no public way: ``_save_checkpoint`` (the seal comes after all that it writes); ``_tr_loss``,
-``_total_loss_scalar``, ``_globalstep_last_logged``, ``_initial_global_step`` and ``_finalize_training`` (logged losses
-and ``train_runtime`` go on); for ``recover``, ``_loss_shifts_labels``. Of torch, ``_shutdown_workers``.
+``_total_loss_scalar``, ``_globalstep_last_logged``, ``_initial_global_step`` (logged losses go on); for ``recover``,
+``_loss_shifts_labels``. Of torch, ``_shutdown_workers``.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 import traceback
 from collections.abc import Collection
 from pathlib import Path
@@ -137,7 +136,7 @@ class _Adapted(_Trainer):  # type: ignore[misc]
             session.join(Ranks.current())
             self._move_last()
             session.position, session.course, session.is_open = Position(), None, False
-            memfit.is_begun, self._began = False, time.time()
+            memfit.is_begun = False
             path = session.open(lambda: keeper.lead(lambda: choose(resume_from_checkpoint, keeper.path)))
             self._lost = None
             if not hasattr(self.model, "peft_config"):  # a checkpoint holds its adapters alone
@@ -264,7 +263,6 @@ class _Adapted(_Trainer):  # type: ignore[misc]
         limit, args.save_total_limit = args.save_total_limit, None  # nothing is removed before the seal
         running = [float(self._tr_loss), float(self._total_loss_scalar), self._globalstep_last_logged]
         facts: dict[str, Any] = {"running": [running] if session.ranks is None else session.ranks.gather(running)}
-        facts["seconds"] = session.facts.get("seconds", 0.0) + time.time() - self._began
         if self.recovery is not None:
             facts["recovery"] = self.recovery.step.state_dict()
         if is_over := bool(getattr(self.callback_handler.train_dataloader, "end_of_dataloader", False)):
@@ -278,10 +276,6 @@ class _Adapted(_Trainer):  # type: ignore[misc]
             args.save_total_limit = limit
         if args.should_save:
             rotate_checkpoints(args.output_dir, limit, self.state.best_model_checkpoint, use_mtime=True)
-
-    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
-        seconds = self.memfit.session.facts.get("seconds", 0.0)
-        return super()._finalize_training(trial, num_train_samples, start_time - seconds)
 
 
 class _Passes(Course):

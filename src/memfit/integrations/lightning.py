@@ -52,7 +52,6 @@ from memfit.training import (
     SealedFolder,
     Session,
     beat,
-    check_compiled,
     deaf_workers,
     is_stream,
     keep_beats,
@@ -183,8 +182,6 @@ class Stop(MemfitCallback):
             causes.append((name, moves, f"{why}; or allow=({name!r},)"))
             causes.append((name, is_exact and acts_late(one), f"{late}; or allow=({name!r},)"))
         self._refuse(*causes)
-        if is_exact:
-            check_compiled(model, self.session.allow)
 
     def _refuse(self, *causes: Cause) -> None:
         refuse_any(causes, self.session.allow, is_exact=self.session.stream is not None)

@@ -116,7 +116,7 @@ class RunConfig(Settings):
         backend: ``local`` runs the jobs on this host, ``slurm`` as elements of job arrays.
         slurm: What each job asks of Slurm.
         notify: Who is told how the run goes.
-        track: Where its epochs and ends are shown: TensorBoard, Weights & Biases, MLflow, trackio.
+        track: Where its epochs and ends are shown: TensorBoard, Weights & Biases, MLflow.
         params: The workload's own settings.
         canary: Try a few steps of every phase, and stop: a run of its own that says whether the long run would hold.
         canary_args: Words that a canary adds to a command, such as ``--max_steps 20 --eval_steps 10``.

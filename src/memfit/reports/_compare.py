@@ -14,7 +14,7 @@ from typing import Any
 
 from memfit.config import differences, read_file
 from memfit.errors import UsageError, nearest
-from memfit.files import damaged, read_json, read_own
+from memfit.files import damaged, read_own
 from memfit.masking import mask
 from memfit.reports._columns import BAD
 from memfit.reports._numbers import format_number, metrics_of, rate_of, summarize_metrics
@@ -28,15 +28,6 @@ _NO_RESULT = re.compile(
     r"|memory(?!\.num_gpus)|slurm(?!\.nodes)|resources\.memory"
     r"|stages\.\w+\.(memory|gpu_memory|loaders|resources\.memory|slurm(?!\.nodes)))(\..*)?"
 )
-_MANIFEST = {
-    "stage": str,
-    "job": str,
-    "parts": {str: str},
-    "code": {str: str},
-    "result": dict,
-    "digest": str,
-    "versions": ({str: str}, type(None)),
-}
 
 
 @dataclass(frozen=True)
@@ -71,8 +62,9 @@ class Changes:
 
 def read_manifests(run: RunDir) -> dict[Path, dict[str, Any]]:
     """Return the manifests of a run by path."""
-    read = {path: read_json(path, _MANIFEST) for path in sorted((run.path / "checkpoints").glob("*.json"))}
-    return {path: manifest for path, manifest in read.items() if manifest is not None}
+    from memfit.pipeline import read_manifest  # loaded only here: it brings the settings of a run
+
+    return {path: read_manifest(path) for path in sorted((run.path / "checkpoints").glob("*.json"))}
 
 
 def read_settings(run: RunDir) -> dict[str, Any]:
@@ -112,7 +104,7 @@ def find_changes(a: RunDir, b: RunDir, named: Sequence[str] = ()) -> Changes:
 
 def find_differences(a: RunDir, b: RunDir) -> list[Difference]:
     """Return all that differs from B to A and may change a result; secrets are masked and do not count."""
-    from memfit.pipeline import StageSettings  # loaded only here: it brings the settings of a run
+    from memfit.pipeline import StageSettings
 
     before, after = (read_settings(run) for run in (b, a))
     blank = StageSettings().model_dump(mode="json")

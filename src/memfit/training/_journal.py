@@ -143,13 +143,11 @@ class Journal:
 
     def inexact(self, why: str) -> None:
         """Record why a resume does not lead to the same bytes."""
-        text = f"resumed from a whole checkpoint, but not to the same bytes: {why}"
-        record("inexact", reason=why, text=text)
-        say(text)
+        self.verdict("inexact", f"resumed from a whole checkpoint, but not to the same bytes: {why}")
 
     def verdict(self, kind: str, text: str, *, is_said: bool = True) -> None:
         """Record how the steps came out that a resume made again."""
-        record(kind, reason=text, text=text)
+        record(kind, text=text)
         if is_said:
             say(text)
 

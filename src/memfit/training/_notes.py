@@ -25,7 +25,6 @@ WEIGHTS = " (weights)"
 _DEPTH = 4
 _CLOCK = 1.5e9  # seconds since 1970 are between this and twice as many: they differ in each process
 _PLACES = tuple({*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(torch.__file__).parents[1])})
-_OURS = ("memfit", "torch")
 
 
 def note_of(models: Iterable[torch.nn.Module]) -> dict[str, int]:
@@ -94,7 +93,7 @@ def _of_frames(users: set[str]) -> Iterator[tuple[str, Any]]:
 def _is_user(name: str) -> bool:
     """Return whether a module lies outside of memfit and of what is installed."""
     top, file = name.partition(".")[0], getattr(sys.modules.get(name), "__file__", None)
-    if not file or top in _OURS or str(file).startswith(_PLACES):
+    if not file or top in ("memfit", "torch") or str(file).startswith(_PLACES):
         return False
     return not _has_packages(Path(str(file)).parents[name.count(".") + (Path(str(file)).stem == "__init__")])
 

@@ -39,12 +39,11 @@ _SHELL_SECONDS = 10  # what docker stop leaves
 
 def grace_seconds() -> float | None:
     """Return what a job of this run has between the request to stop and its end; None outside of a run."""
-    current = current_run()
-    if current is not None:
-        with suppress(DamagedError, OSError):
+    current, grace = current_run(), None
+    with suppress(DamagedError, OSError):
+        if current is not None:
             grace = (read_json(current[0].job_dir(current[1]) / "job.json") or {}).get("grace_seconds")
-            return grace if isinstance(grace, int | float) else None
-    return None
+    return grace if isinstance(grace, int | float) else None
 
 
 def check_save_seconds(seconds: float) -> None:

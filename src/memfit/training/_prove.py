@@ -28,7 +28,6 @@ from memfit.units import format_count, list_some
 _MEASURED_STEPS = 3
 #: Where two epochs take too long: the step of the checkpoint, and the last one.
 _SHORT = (5, 12)
-_DRIFT = "its kernels do not repeat to the bit; torch.use_deterministic_algorithms(True) makes them, or names them"
 _PLAN = {"seconds": (int, float), "seal": int, "end": int}
 
 
@@ -83,7 +82,7 @@ class Proof:
         replay.read_late(wait=True)
         made = len(replay.compared) if self._is_second else (self._step - self._seal) * self.is_sealed
         few = f"it ended after {steps}, {made} of them after the checkpoint: let it make more, or try --seconds 0"
-        why = why or replay.split or _DRIFT * bool(replay.drift) or few * (made < PROVING_STEPS)
+        why = why or (replay.drift and f"it came out as before{replay.drift}") or few * (made < PROVING_STEPS)
         difference = f"{replay.difference}{replay.words}" if replay.difference else ""
         if not difference:
             replay.strange = []

@@ -12,8 +12,8 @@ import json
 import random
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memfit.units import format_count, list_some
+from memfit.units import list_some
 
 #: From so many bytes on a sum of integers is faster than a CRC-32.
 _LARGE_BYTES = 1 << 20
@@ -141,33 +141,27 @@ class Replay:
         self.difference = ""
         self.compared: list[int] = []
         self.strange: list[str] = []
-        #: Why the steps from one on are not compared.
-        self.split = ""
         #: Whether losses may differ a little: kernels add in no fixed order, or are another machine's. ``always``: the
         #: first one too, which goes forward from the same weights.
         self.drifts: Literal["", "later", "always"] = ""
         self.drift = ""
-        self._old: dict[int, dict[str, Any]] = {}
+        #: The lines of the steps that are to be made again.
+        self.left: dict[int, dict[str, Any]] = {}
         self._old_notes: dict[int, dict[str, int]] = {}
         self._file: Any = None
         self._now = _Step()
         self._late: collections.deque[tuple[int, _Step, int, Any, Any]] = collections.deque()
         self.is_note_due = False
 
-    @property
-    def num_left(self) -> int:
-        """The steps of before that are to be made again."""
-        return len(self._old)
-
     def open(self, paths: Sequence[Path], step: int) -> None:
         """Go on from the first of these checkpoints, which is of this step; their journals hold what came after it."""
         self.close()
-        self._old, self._old_notes, self._now = {}, {}, _Step()
+        self.left, self._old_notes, self._now = {}, {}, _Step()
         for line in (line for path in paths for line in _lines(path / self._name)):
             if "note" in line and line["at"] >= step:
                 self._old_notes[line["at"]] = line["note"]
             elif "loss" in line and line["at"] > step:
-                self._old[line["at"]] = line
+                self.left[line["at"]] = line
         self._begin(paths[0])
 
     @property
@@ -179,14 +173,13 @@ class Replay:
         """Say how the steps after this checkpoint came out, of which none differs."""
         steps = self.compared
         if not steps:
-            return f"not proved: {self.split or f'no step after {path.name} was kept to compare with'}{self.words}"
+            return f"not proved: no step after {path.name} was kept to compare with{self.words}"
         which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-        then = f"; then {self.split}" if self.split else ""
-        return f"{which} came out as before{self.drift}{then}{self.words}"
+        return f"{which} came out as before{self.drift}{self.words}"
 
     def forget(self) -> None:
         """Compare nothing: settings were changed."""
-        self._old, self._old_notes = {}, {}
+        self.left, self._old_notes = {}, {}
 
     def seal(self, path: Path) -> None:
         """Write what follows beside this new checkpoint."""
@@ -292,31 +285,30 @@ class Replay:
             self._line({"at": step, **line, "settings": now.settings, "draws": draws})
 
     def _line(self, line: dict[str, Any]) -> None:
-        was = self._old.pop(line["at"], None)
+        was = self.left.pop(line["at"], None)
         if was is not None and not self.difference:
             differing = [name for name in _COMPARED if was.get(name) != line[name]]
             if not (was["rate"] and line["rate"]):  # an update that was left half-way has none
                 differing = [name for name in differing if name not in ("rate", "settings")]
-            if differing == ["loss"] and was["parts"] == line["parts"] and self._drifts_by(was["loss"], line["loss"]):
-                self.drift = self.drift or f" but for kernels that do not repeat to the bit, from step {line['at']} on"
+            if differing == ["loss"] and self._drifts(was, line):
                 differing = []
-            if differing == ["loss"] and was["parts"] != line["parts"]:  # memory was found to be short, or not
-                self.split = f"step {line['at']} was made in {was['parts']} parts and is in {line['parts']} now"
-                self._old = {}
-            elif differing:
+            if differing:
                 self.difference = f"step {line['at']} is not what it was: {_describe(was, line, differing)}"
-                self._old = {}
+                self.left = {}
             else:
                 self.compared.append(line["at"])
         if was != line and (self.goes_on or not self.difference):  # else the next start finds what was, too
             self._write(line)
 
-    def _drifts_by(self, was: Sequence[str], now: Sequence[str]) -> bool:
-        """Return whether losses differ no more than by their last digits; once they did, they tell nothing any more."""
-        pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in zip(was, now, strict=True)]
+    def _drifts(self, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+        """Return whether losses differ for a reason that is no fault; then they tell nothing any more."""
+        pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in zip(was["loss"], now["loss"], strict=False)]
         is_small = all(abs(a - b) <= _MOST_DRIFT * abs(a) for a, b in pairs)
-        may = self.drifts == "always" or (self.drifts == "later" and bool(self.compared))
-        return bool(self.drift) or (may and is_small)
+        why = "a batch that was split otherwise" if was["parts"] != now["parts"] else ""  # memory was short, or not
+        if not why and is_small and (self.drifts == "always" or (self.drifts == "later" and self.compared)):
+            why = "kernels that do not repeat to the bit"
+        self.drift = self.drift or (why and f" but for {why}, from step {now['at']} on")
+        return bool(self.drift)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._file is not None:
@@ -355,7 +347,7 @@ def _is_late(one: Any) -> bool:
 def _describe(was: Mapping[str, Any], now: Mapping[str, Any], differing: Sequence[str]) -> str:
     words = [_numbers(name, was[name], now[name]) for name in ("loss", "rate") if name in differing]
     words += ["other settings of an optimizer"] * ("settings" in differing)
-    words += [_batches(was["batch"], now["batch"])] if "batch" in differing else []
+    words += ["another batch"] * ("batch" in differing)
     same = [name for name in ("batch", "rate") if name not in differing]
     words += [f"the {' and the '.join(same)} the same"] if same else []
     words += ["and other random numbers were drawn"] if was.get("draws") != now["draws"] else []
@@ -371,15 +363,9 @@ def _numbers(name: str, was: Sequence[Any], now: Sequence[Any]) -> str:
     return f"{name} {after:{digits}} in place of {before:{digits}}"
 
 
-def _batches(was: Sequence[int], now: Sequence[int]) -> str:
-    if len(was) != len(now):
-        return f"{format_count(len(now), 'batch')} in place of {len(was)}"
-    number = next(number for number, pair in enumerate(zip(was, now, strict=True), 1) if pair[0] != pair[1])
-    return "another batch" + f" (number {number} of {len(now)})" * (len(now) > 1)
-
-
-def heard_by(replay: Replay) -> Callable[[], None]:
-    """Let a journal hear each ``loss.backward()`` and each optimizer's step; return what ends that."""
+@contextmanager
+def heard_by(replay: Replay) -> Iterator[None]:
+    """Let a journal hear each ``loss.backward()`` and each optimizer's step."""
     own: Any = torch.Tensor.backward
 
     @functools.wraps(own)
@@ -387,11 +373,10 @@ def heard_by(replay: Replay) -> Callable[[], None]:
         replay.heard(loss)
         return own(loss, *args, **options)
 
-    setattr(torch.Tensor, "backward", backward)  # noqa: B010 - mypy lets no method be assigned
     hook = register_optimizer_step_post_hook(replay.moved)
-
-    def end() -> None:
+    try:
+        setattr(torch.Tensor, "backward", backward)  # noqa: B010 - mypy lets no method be assigned
+        yield
+    finally:
         setattr(torch.Tensor, "backward", own)  # noqa: B010
         hook.remove()
-
-    return end

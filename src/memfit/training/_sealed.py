@@ -190,7 +190,8 @@ class SealedFolder:
     def _proving(self, newest: Sealed) -> Sealed | None:
         """Return the checkpoint before the newest one if a kill left too few steps after this to prove a resume, and
         that one is not much older."""
-        older = next((path for path in self.since(newest.path, newer=False) if (path / SEAL).exists()), None)
+        sealed = (path for step, path in self._paths().items() if step < newest.step and (path / SEAL).exists())
+        older = next(sealed, None)
         if older is None or is_known_beyond(newest.path) or not (older / journal_name()).exists():
             return None
         if (newest.path / SEAL).stat().st_mtime - (older / SEAL).stat().st_mtime > _MOST_REPEATED_SECONDS:
@@ -199,13 +200,10 @@ class SealedFolder:
             return _read(older, int(older.name.removeprefix(self.prefix)))
         return None
 
-    def since(self, path: Path, *, newer: bool = True) -> list[Path]:
-        """Return the checkpoints after one, oldest first; or those before it, newest first."""
-        paths, name = self._paths(), path.name.removeprefix(self.prefix)
-        if path.parent != self.path or not name.isdigit():
-            return []
-        found = [one for step, one in paths.items() if (step > int(name) if newer else step < int(name))]
-        return found[::-1] if newer else found
+    def since(self, path: Path) -> list[Path]:
+        """Return the checkpoints of this folder after one of it, oldest first."""
+        paths = list(self._paths().values())
+        return paths[: paths.index(path)][::-1] if path in paths else []
 
     def read(self, step: int) -> Sealed:
         """Return the checkpoint of a step, once its checksums were compared."""

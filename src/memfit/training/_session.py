@@ -451,7 +451,7 @@ class Session:
         self.keeper.has_journal = True
         if self.replay is None:
             self.replay = Replay(self.ranks.rank if self.ranks is not None else 0, goes_on=on_inexact == "warn")
-            self.at_end.callback(heard_by(self.replay))
+            self.at_end.enter_context(heard_by(self.replay))
         resumed = self.resumed
         if resumed is not None and resumed.sealed is not None:
             self.replay.open([resumed.path, *self.keeper.since(resumed.path)], self.position.step)
@@ -477,7 +477,7 @@ class Session:
     def _judge(self, *, is_over: bool = False) -> None:
         """Say once, when the steps of before were made again, how they came out; end what is not exact."""
         replay, path = self.replay, self._proves
-        if replay is None or self._is_judged or not (replay.difference or is_over or not replay.num_left):
+        if replay is None or self._is_judged or not (replay.difference or is_over or not replay.left):
             return
         self._is_judged = True
         if not replay.difference:

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -368,10 +368,9 @@ def _few(loader: DataLoader[Any], keys: Any) -> Any:
     data: Any = loader.dataset
     if loader.batch_sampler is None:
         return loader.collate_fn(data[keys])
-    try:
+    with suppress(Exception):
         return loader.collate_fn(data.__getitems__(list(keys)[:_NUM_TRIED]))
-    except Exception:
-        return loader.collate_fn(data.__getitems__(list(keys)))
+    return loader.collate_fn(data.__getitems__(list(keys)))
 
 
 def _refused(what: str, cure: str, name: str, allow: Collection[str] | None) -> UsageError:
