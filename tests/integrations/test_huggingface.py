@@ -386,6 +386,7 @@ def test_the_newest_checkpoint_is_taken_and_one_without_a_seal_only_when_it_is_n
     old, middle, new = (tmp_path / f"checkpoint-{step}" for step in (2, 4, 10))
     assert chosen(None) == chosen(False) == (None, None)
     old.mkdir()
+    (old / "optimizer.pt").touch()
     assert chosen(True) == chosen(str(old)) == (old, None)
     sealed = SealedFolder(tmp_path, "checkpoint-")
     (sealed.begin(4) / "optimizer.pt").touch()
@@ -394,6 +395,7 @@ def test_the_newest_checkpoint_is_taken_and_one_without_a_seal_only_when_it_is_n
         path, found = chosen(named)
         assert (path, found.step, found.facts) == (middle, 4, {"a": 1})
     new.mkdir()
+    (new / "optimizer.pt").touch()
     assert chosen(True) == (new, None)
     with pytest.raises(UsageError, match="checkpoint-10 is newer than what memfit has sealed"):
         chosen(None)

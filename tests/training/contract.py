@@ -70,8 +70,9 @@ class Column:
         )
 
     def damage(self, folder, step):
-        """Take the last byte from the largest file of a checkpoint."""
-        path = max((folder / f"{self.prefix}{step}").iterdir(), key=lambda one: one.stat().st_size)
+        """Take the last byte from the largest sealed file of a checkpoint."""
+        files = [one for one in (folder / f"{self.prefix}{step}").iterdir() if one.suffix != ".jsonl"]
+        path = max(files, key=lambda one: one.stat().st_size)
         path.write_bytes(path.read_bytes()[:-1])
 
 
