@@ -153,9 +153,9 @@ def _has_token(process: psutil.Process, token: str) -> bool:
 
 
 def epochs(run: RunDir) -> Counter[tuple[str, int]]:
-    """How often each epoch of each job was trained to its end and saved; a resume may validate the last one again."""
+    """The epochs of each job that were trained to their end and saved, each once: a kill right after one repeats it."""
     ends = [one for one in run.events() if one["kind"] == "checkpoint" and one["epoch"] and not one["epoch_step"]]
-    return Counter((one["job"], one["epoch"]) for one in ends)
+    return Counter({(one["job"], one["epoch"]) for one in ends})
 
 
 def left_by(run: RunDir) -> dict[str, Any]:

@@ -229,15 +229,13 @@ def test_run_takes_the_words_of_a_command_and_no_function_itself(tiny):
 
 @pytest.mark.core
 @real
-def test_folds_are_forked_from_one_process_and_the_run_says_so(tiny, capsys):
+def test_folds_are_forked_from_one_process_unless_told_otherwise(tiny):
     config = tiny(n_splits=2)
     result = memfit.run(config)
     assert {status.evidence.get("start") for status in result.statuses.values()} == {"warm"}
-    [warm] = events_of(result, "warm")
-    assert 10 << 20 < warm["bytes"] < 500 << 20
     fresh = memfit.run(config, overrides=["warm=never"], new=True)
     assert {status.evidence.get("start") for status in fresh.statuses.values()} == {None}
-    assert fresh.metrics == result.metrics and events_of(fresh, "warm") == []
+    assert fresh.metrics == result.metrics
 
 
 @real

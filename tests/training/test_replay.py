@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from memfit.training import CheckpointWarning, Loop
-from memfit.training._replay import digest_of
+from memfit.training import CheckpointWarning, Loop, digest_of
 from training import loops
 
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from memfit.pipeline._graph import Graph as Graph
     from memfit.pipeline._launch import plan_launch as plan_launch
     from memfit.pipeline._manifest import fingerprint_files as fingerprint_files
-    from memfit.pipeline._manifest import read_manifest as read_manifest
     from memfit.pipeline._order import Order as Order
     from memfit.pipeline._order import Warm as Warm
     from memfit.pipeline._order import newest_run as newest_run

@@ -14,7 +14,7 @@ from typing import Any
 
 from memfit.config import differences, read_file
 from memfit.errors import UsageError, nearest
-from memfit.files import damaged, read_own
+from memfit.files import damaged, read_json, read_own
 from memfit.masking import mask
 from memfit.reports._columns import BAD
 from memfit.reports._numbers import format_number, metrics_of, rate_of, summarize_metrics
@@ -28,6 +28,9 @@ _NO_RESULT = re.compile(
     r"|memory(?!\.num_gpus)|slurm(?!\.nodes)|resources\.memory"
     r"|stages\.\w+\.(memory|gpu_memory|loaders|resources\.memory|slurm(?!\.nodes)))(\..*)?"
 )
+
+
+_MANIFEST = {"stage": str, "job": str, "digest": str, "parts": {str: str}, "code": {str: str}, "result": dict}
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,8 @@ class Changes:
 
 def read_manifests(run: RunDir) -> dict[Path, dict[str, Any]]:
     """Return the manifests of a run by path."""
-    from memfit.pipeline import read_manifest  # loaded only here: it brings the settings of a run
-
-    return {path: read_manifest(path) for path in sorted((run.path / "checkpoints").glob("*.json"))}
+    read = {path: read_json(path, _MANIFEST) for path in sorted((run.path / "checkpoints").glob("*.json"))}
+    return {path: manifest for path, manifest in read.items() if manifest is not None}
 
 
 def read_settings(run: RunDir) -> dict[str, Any]:
@@ -104,7 +106,7 @@ def find_changes(a: RunDir, b: RunDir, named: Sequence[str] = ()) -> Changes:
 
 def find_differences(a: RunDir, b: RunDir) -> list[Difference]:
     """Return all that differs from B to A and may change a result; secrets are masked and do not count."""
-    from memfit.pipeline import StageSettings
+    from memfit.pipeline import StageSettings  # loaded only here: it brings the settings of a run
 
     before, after = (read_settings(run) for run in (b, a))
     blank = StageSettings().model_dump(mode="json")

@@ -57,6 +57,7 @@ from memfit.training._records import FitResult as FitResult
 from memfit.training._records import SkipPolicy as SkipPolicy
 from memfit.training._records import StepOutcome as StepOutcome
 from memfit.training._recovery import StepRecovery as StepRecovery
+from memfit.training._replay import digest_of as digest_of
 from memfit.training._sealed import Sealed as Sealed
 from memfit.training._sealed import SealedFolder as SealedFolder
 from memfit.training._session import Course as Course

@@ -145,7 +145,6 @@ class Replay:
         #: first one too, which goes forward from the same weights.
         self.drifts: Literal["", "later", "always"] = ""
         self.drift = ""
-        #: The lines of the steps that are to be made again.
         self.left: dict[int, dict[str, Any]] = {}
         self._old_notes: dict[int, dict[str, int]] = {}
         self._file: Any = None

@@ -61,7 +61,6 @@ class SealedFolder:
         self.path = canary_folder(path)
         self.prefix = prefix
         self.ranks: Ranks | None = None
-        #: Whether what comes after a checkpoint is kept beside it.
         self.has_journal = False
         self._began, self._newest_step = time.monotonic(), 0
         self._name = re.compile(re.escape(prefix) + r"(\d+)")
