@@ -1,7 +1,7 @@
-"""Take part in ``memfit prove``: seal one checkpoint early, make more steps, report, and end as a kill ends a process.
+"""Take part in ``memfit prove``: seal a checkpoint early, make more steps, report, end by a kill.
 
-The first run chooses when. The second one is started over a copy of what the first had written when it sealed. Nothing
-of the training is shortened: schedules and callbacks read its length.
+The first run chooses when. The second is started over a copy of what the first had written then. Nothing of the
+training is shortened: schedules read its length.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Proof:
         """Say where the training is, and end after the last step, or at the first one that is another."""
         self._step, ranks = step, self._keeper.ranks
         if not self._seal and step >= min(_MEASURED_STEPS, max(2, num_steps)):
-            is_short = 0 < 2 * num_steps * seconds <= self._seconds
+            is_short = self._journal.num_epochs != 1 and 0 < 2 * num_steps * seconds <= self._seconds
             within = num_steps + min(3, max(1, num_steps // 2))  # of the second epoch
             chosen = (within, 2 * num_steps + 2) if is_short else _SHORT
             self._seal, self._last = self._keeper.lead(lambda: chosen)
