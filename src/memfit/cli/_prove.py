@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from memfit.cli._terminal import AsJson, answer, console
 from memfit.errors import DoesNotFitError, JobFailedError, UsageError
 from memfit.files import read_json, write_json
 from memfit.rundir import PROVE_OUTPUTS, PROVE_PLACE, PROVE_PLAN, PROVE_SEALED, PROVE_VARIABLE
-from memfit.units import format_count, format_duration, list_some
+from memfit.units import format_count, list_some
 
 _CODES = {"same bytes": 0, "NOT the same": DoesNotFitError.exit_code, "not proved": JobFailedError.exit_code}
 _TOLD_SECONDS, _END_SECONDS, _LINES = 5.0, 10.0, 8
@@ -33,7 +32,6 @@ def prove(
     source: Annotated[str | None, typer.Argument(metavar="CONFIG", hidden=True, show_default=False)] = None,
     *,
     seconds: Annotated[float, Option(min=0, help="Two epochs are made if they take no longer.")] = 60.0,
-    keep: Annotated[bool, Option("--keep", help="Keep the folder with outputs and reports.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say before a long run whether a stop and resume of your training gives the same bytes.
@@ -59,18 +57,14 @@ def prove(
             rule="it runs one command twice; of a config, prove the command of the stage that trains.",
             remedy="memfit prove -- python train.py",
         )
-    began, before = time.monotonic(), signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix=".memfit-prove-", dir=Path.cwd()))
     try:
         found = _prove(command, folder, seconds)
     finally:
         signal.signal(signal.SIGTERM, before)
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
-    found["seconds"], found["folder"] = round(time.monotonic() - began, 1), str(folder) if keep else None
-    lines = [f"prove: {text}" for text in found["text"]]
-    lines += [f"It took {format_duration(found['seconds'])}." + f" Outputs and reports: {folder}" * keep]
-    answer(found, as_json, lines)
+        shutil.rmtree(folder, ignore_errors=True)
+    answer(found, as_json, [f"prove: {text}" for text in found["text"]])
     raise typer.Exit(_CODES[found["verdict"]])
 
 

@@ -319,6 +319,8 @@ class Loop:
 
     def _end_epoch(self, *, is_last: bool) -> None:
         session, at, (total, number) = self.session, self.session.position, self._losses
+        if session.is_leaving:  # its batches were left by a break
+            self._settle(Due.STOP)
         if at.batch and not at.epoch_step:
             raise UsageError(
                 f"Epoch {at.epoch + 1} had {at.batch} batches and no optimizer step.",

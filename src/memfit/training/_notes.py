@@ -8,21 +8,20 @@ import sys
 import sysconfig
 import types
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from memfit.training._replay import digest_of, leaves_of
 
 #: How the name of a second set of the weights ends.
 WEIGHTS = " (weights)"
-_DEPTH = 4
+_DEPTH, _MOST_LEAVES = 4, 5000
 _CLOCK = 1.5e9  # seconds since 1970 are between this and twice as many: they differ in each process
 _PLACES = tuple({*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(torch.__file__).parents[1])})
 
@@ -46,8 +45,9 @@ def note_of(models: Iterable[torch.nn.Module]) -> dict[str, int]:
             continue
         with suppress(Exception):  # whatever a user's object raises when it is looked at
             value = value.state_dict() if isinstance(value, torch.nn.Module) else value
-            if leaves := list(leaves_of(value, _DEPTH, sampled=True)):
-                has = Counter(one.shape for one in tree_leaves(value) if isinstance(one, torch.Tensor))
+            if leaves := list(islice(leaves_of(value, _DEPTH, sampled=True), _MOST_LEAVES)):
+                parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+                has = Counter(one.shape for one in parts if isinstance(one, torch.Tensor))
                 found[name + WEIGHTS * (has >= shapes)].append(digest_of([int(one) for one in leaves]))
     return {name: digest_of(sorted(values)) for name, values in found.items()}
 

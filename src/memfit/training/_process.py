@@ -47,34 +47,21 @@ def grace_seconds() -> float | None:
 
 
 def check_save_seconds(seconds: float) -> None:
-    """Say once if a save takes longer than a job of this run has between the request to stop and its end."""
+    """Say once if a save takes longer than a job has between the request to stop and its end."""
     current = current_run()
-    if current is None:
-        _check_in_slurm(seconds)
-        return
-    if str(current[0].path) in _saves_checked:
-        return
-    _saves_checked.add(str(current[0].path))
-    grace = grace_seconds()
-    if grace is not None and seconds > grace:
-        text = (
-            f"the first save took {seconds:.0f} s, and a stop leaves {grace:g} s: it would be killed while it "
-            f"saves. Give it more: grace_seconds in the config, or --grace {math.ceil(2 * seconds)}"
+    place = os.environ.get("SLURM_JOB_ID", "") if current is None else str(current[0].path)
+    grace = _KILL_WAIT_SECONDS if current is None else grace_seconds()
+    if place and place not in _saves_checked and grace is not None and seconds > grace:
+        more = math.ceil(2 * seconds)
+        how = (
+            f"sbatch --signal=TERM@{more} or more"
+            if current is None
+            else f"grace_seconds in the config, or --grace {more}"
         )
-        record("slow_save", seconds=round(seconds, 1), grace_seconds=grace, text=text)
-        print(f"memfit: {text}", file=sys.stderr, flush=True)
-
-
-def _check_in_slurm(seconds: float) -> None:
-    """Say once what a save needs in a job of Slurm without ``memfit run``: no job can read what its warning leaves."""
-    job = os.environ.get("SLURM_JOB_ID", "")
-    if job and job not in _saves_checked and seconds > _KILL_WAIT_SECONDS / 2:
-        say(
-            f"the first save took {seconds:.0f} s. Slurm leaves {_KILL_WAIT_SECONDS} s from SIGTERM to SIGKILL, unless "
-            "its KillWait or your script says otherwise. Submit with sbatch "
-            f"--signal=TERM@{math.ceil(2 * seconds)} or more"
-        )
-    _saves_checked.add(job)
+        text = f"the first save took {seconds:.0f} s, and a stop leaves {grace:g} s: it would be killed while it saves"
+        record("slow_save", seconds=round(seconds, 1), grace_seconds=grace, text=f"{text}. Give it more: {how}")
+        print(f"memfit: {text}. Give it more: {how}", file=sys.stderr, flush=True)
+    _saves_checked.add(place)
 
 
 def seed_everything(seed: int) -> None:

@@ -12,12 +12,12 @@ import json
 import random
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,13 +28,13 @@ from memfit.units import list_some
 #: From so many bytes on a sum of integers is faster than a CRC-32.
 _LARGE_BYTES = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_DEPTH, _MOST_ITEMS, _NUM_SAMPLED = 6, 10_000, 4096
+_DEPTH, _MOST_ITEMS, _NUM_SAMPLED, _MOST_LEAVES = 6, 10_000, 4096, 100_000
 #: The parts of a line that must be the same; ``draws`` only explains what is not.
 _COMPARED = ("batch", "loss", "rate", "settings")
 #: The steps after a checkpoint that prove a resume from it.
 PROVING_STEPS = 2
 #: Of a loss, what the order of its sums may change in a step or two: 2e-5 and 1e-7 were seen on a GPU.
-_MOST_DRIFT = 1e-3
+_MOST_DRIFT, _FIRST_DRIFT = 1e-3, 1e-5  # the first one goes forward from the same weights
 
 
 # --- checksums
@@ -72,11 +72,11 @@ def leaves_of(value: Any, depth: int = _DEPTH, *, sampled: bool = False) -> Iter
 
 
 def _inside(value: Any, depth: int, *, sampled: bool) -> Iterator[int | torch.Tensor]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and len(value) <= _MOST_ITEMS:
         for key in sorted(value, key=repr):
             yield _crc(key)
             yield from leaves_of(value[key], depth, sampled=sampled)
-    elif isinstance(value, (list, tuple, collections.deque, set, frozenset, np.ndarray)):
+    elif isinstance(value, (Mapping, list, tuple, collections.deque, set, frozenset, np.ndarray)):
         yield len(value)
         if len(value) <= _MOST_ITEMS:
             for one in sorted(value, key=repr) if isinstance(value, set | frozenset) else value:
@@ -131,6 +131,20 @@ class _Step:
     parts: int = 0
 
 
+def _harmless(method: Callable[..., None]) -> Callable[..., None]:
+    """Let a journal that cannot be kept prove nothing, and end no training."""
+
+    @functools.wraps(method)
+    def call(self: Replay, *args: Any, **options: Any) -> None:
+        try:
+            method(self, *args, **options)
+        except Exception:
+            self._file, self._now = None, _Step()
+            self._late.clear()
+
+    return call
+
+
 class Replay:
     """The journal of one rank of one training. ``difference`` says of the first step that did not come out as before
     what differed, and the training ends unless it ``goes_on``; ``compared`` are the steps that did; ``strange`` are the
@@ -141,10 +155,8 @@ class Replay:
         self.difference = ""
         self.compared: list[int] = []
         self.strange: list[str] = []
-        #: Whether losses may differ a little: kernels add in no fixed order, or are another machine's. ``always``: the
-        #: first one too, which goes forward from the same weights.
-        self.drifts: Literal["", "later", "always"] = ""
-        self.drift = ""
+        #: Whether losses may differ a little: kernels add in no fixed order, or are another machine's.
+        self.drifts, self.drift = False, ""
         self.left: dict[int, dict[str, Any]] = {}
         self._old_notes: dict[int, dict[str, int]] = {}
         self._file: Any = None
@@ -161,7 +173,7 @@ class Replay:
                 self._old_notes[line["at"]] = line["note"]
             elif "loss" in line and line["at"] > step:
                 self.left[line["at"]] = line
-        self._begin(paths[0])
+        self.seal(paths[0])
 
     @property
     def words(self) -> str:
@@ -177,29 +189,27 @@ class Replay:
         return f"{which} came out as before{self.drift}{self.words}"
 
     def forget(self) -> None:
-        """Compare nothing: settings were changed."""
+        """Compare nothing, and keep nothing beside a checkpoint that was made with other settings."""
         self.left, self._old_notes = {}, {}
-
-    def seal(self, path: Path) -> None:
-        """Write what follows beside this new checkpoint."""
-        self.read_late(wait=True)
-        self._begin(path)
-
-    def _begin(self, path: Path) -> None:
         self.close()
-        with suppress(OSError):  # without a journal nothing is proved, and nothing fails
-            self._file = open(path / self._name, "a", buffering=1)  # noqa: SIM115 - it stays open from step to step
+
+    @_harmless
+    def seal(self, path: Path) -> None:
+        """Write what follows beside this checkpoint."""
+        self.close()
+        self._file = open(path / self._name, "a", buffering=1)  # noqa: SIM115 - it stays open from step to step
         self.is_note_due = True
 
     @property
     def _name(self) -> str:
         return journal_name(self.rank)
 
+    @_harmless
     def close(self) -> None:
         self.read_late(wait=True)
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def mark(self, step: int) -> None:
         """Say that this training has left after a step, and was not killed."""
@@ -218,14 +228,16 @@ class Replay:
 
     # --- what a step does
 
+    @_harmless
     def took(self, batch: Any) -> None:
         if self._file is not None:
-            self._now.batch.append(list(leaves_of(batch)))
+            self._now.batch.append(list(islice(leaves_of(batch), _MOST_LEAVES)))
 
     def drop(self) -> None:
         """Forget the batches of a step that was not made."""
         self._now = _Step()
 
+    @_harmless
     def heard(self, loss: torch.Tensor | float, parts: int = 1) -> None:
         """Note what a step goes backward from, in how many parts; outside of a step nothing."""
         if not self._now.batch:
@@ -236,6 +248,7 @@ class Replay:
         self._now.loss.append(loss)
         self._now.parts += parts
 
+    @_harmless
     def moved(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note an optimizer's step."""
         if not self._now.batch:
@@ -244,10 +257,11 @@ class Replay:
             rate: Any = group.get("lr")
             if isinstance(rate, torch.Tensor):
                 rate = rate.detach().clone() if _is_late(rate) else rate.item()
-            self._now.rate.append(rate)
+            self._now.rate.append(rate if rate is None or _is_late(rate) else float(rate))
             plain = [(name, value) for name, value in group.items() if isinstance(value, (int, float, tuple))]
             self._now.settings.append(_crc([pair for pair in plain if pair[0] != "lr"]))
 
+    @_harmless
     def end_step(self, step: int) -> None:
         """Write or compare the line of a step; of one whose numbers are on a GPU later."""
         if not self._now.batch:
@@ -258,12 +272,14 @@ class Replay:
         if late:
             bits = [one.reshape(()).double().view(torch.int64) if one.is_floating_point() else one for one in late]
             values = torch.empty(len(bits), dtype=torch.int64, pin_memory=True)
-            values.copy_(torch.stack(bits), non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            with torch.cuda.device(late[0].device):  # of several, to the first
+                values.copy_(torch.stack([one.to(late[0].device) for one in bits]), non_blocking=True)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
         self._late.append((step, now, _draws(), values, event))
         self.read_late()
 
+    @_harmless
     def read_late(self, *, wait: bool = False) -> None:
         """Write or compare the lines of the steps whose numbers have come."""
         while self._late and (self._late[0][-1] is None or wait or self._late[0][-1].query()):
@@ -302,16 +318,16 @@ class Replay:
     def _drifts(self, was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
         """Return whether losses differ for a reason that is no fault; then they tell nothing any more."""
         pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in zip(was["loss"], now["loss"], strict=False)]
-        is_small = all(abs(a - b) <= _MOST_DRIFT * abs(a) for a, b in pairs)
+        is_small = all(abs(a - b) <= (_MOST_DRIFT if self.compared else _FIRST_DRIFT) * abs(a) for a, b in pairs)
         why = "a batch that was split otherwise" if was["parts"] != now["parts"] else ""  # memory was short, or not
-        if not why and is_small and (self.drifts == "always" or (self.drifts == "later" and self.compared)):
+        if not why and is_small and self.drifts:
             why = "kernels that do not repeat to the bit"
         self.drift = self.drift or (why and f" but for {why}, from step {now['at']} on")
         return bool(self.drift)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._file is not None:
-            with suppress(OSError):
+            with suppress(OSError):  # a disk that is full
                 self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 

@@ -135,7 +135,7 @@ class Session:
         self._is_judged, self._proves = True, Path()
         #: The step after which a stop ends the training that has its checkpoint already.
         self._last_step: int | None = None
-        self._stepped_at, self._step_seconds = 0.0, deque([0.0], 3)
+        self._stepped_at, self._step_seconds = 0.0, deque[float]((), 3)
 
     @property
     def ranks(self) -> Ranks | None:
@@ -304,6 +304,7 @@ class Session:
         """Note a batch of the next step, and at the first one after a checkpoint what the user's own state is."""
         if self.replay is None:
             return
+        self._judge()
         if self.replay.is_note_due and not self.is_open:
             self.replay.note(self.position.step, note_of(self.parts.models().values()))
         self.replay.took(batch)
@@ -329,16 +330,15 @@ class Session:
         return self.due() if has_voted else self.meet()
 
     def made(self, step: int, num_steps: int = 0) -> None:
-        """Compare a step that was made with what it was, if it is made again; UsageError if that is not the same.
-        ``num_steps``: as for ``stepped``."""
+        """Note a step that was made. What is not as it was ends the training at its next batch or save: a loop that is
+        left by ``break`` would lose the error. ``num_steps``: as for ``stepped``."""
         before, self._stepped_at = self._stepped_at, time.perf_counter()
         if before:
             self._step_seconds.append(self._stepped_at - before)
         if self.replay is not None:
             self.replay.end_step(step)
             if self.proof is not None:
-                self.proof.made(step, num_steps, self._step_seconds[-1])
-            self._judge()
+                self.proof.made(step, num_steps, min(self._step_seconds, default=0.0))
 
     def meet(self) -> Due:
         self.stopper.vote(self.position.step)
@@ -396,6 +396,7 @@ class Session:
         """Seal what ``write`` leaves in a folder, with the position and these facts; all ranks together. What may be
         done again after an out-of-memory is called by ``attempt``."""
         assert self.keeper is not None
+        self._judge()
         at, keeper = self.position, self.keeper
         path = keeper.begin(at.step)
         now = rng_state()
@@ -439,7 +440,7 @@ class Session:
 
     def _has_time(self) -> bool:
         """Return whether half of what a stop leaves is enough for the steps that prove the resume."""
-        return self._step_seconds[-1] > 0 and min(self._step_seconds) * PROVING_STEPS < self.stopper.seconds_left / 2
+        return 0 < min(self._step_seconds, default=0.0) * PROVING_STEPS < self.stopper.seconds_left / 2
 
     # --- the proof of a resume
 
@@ -455,10 +456,9 @@ class Session:
         resumed = self.resumed
         if resumed is not None and resumed.sealed is not None:
             self.replay.open([resumed.path, *self.keeper.since(resumed.path)], self.position.step)
-            if self.facts["environment"] != environment():
-                self.replay.drifts = "always"
-            elif any(one.is_cuda for model in self.parts.models().values() for one in model.parameters()):
-                self.replay.drifts = "" if torch.are_deterministic_algorithms_enabled() else "later"
+            on_gpu = any(one.is_cuda for model in self.parts.models().values() for one in model.parameters())
+            adds_freely = on_gpu and not torch.are_deterministic_algorithms_enabled()
+            self.replay.drifts = adds_freely or self.facts["environment"] != environment()
             self._is_judged, self._proves = False, resumed.path
             if resumed.changed:
                 self.waive()
