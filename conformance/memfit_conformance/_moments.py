@@ -55,7 +55,7 @@ _OWN_STOP = {"+lightning": "no such option", "+accelerate": "no such option"}
 MOMENTS: tuple[Moment, ...] = (
     # start
     Moment("1", "before the handler is set", _at("program", None), may_die=True),
-    Moment("2", "in the rehearsal", _at("rehearsal", None), may_die=True, absent={"+accelerate": "none", "*": "none"}),
+    Moment("2", "rehearsal", _at("rehearsal", None), may_die=True, absent={"+accelerate": "no loss=", "*": "untried"}),
     Moment("3", "while a checkpoint is read", (*_at("batch", 7, 1, "KILL"), *_at("load", None)), may_die=True),
     Moment("4", "workers starting", _at("worker started", None), _WORKERS, may_die=True),
     Moment("5", "before the first batch", _at("train begins", None), may_die=True),

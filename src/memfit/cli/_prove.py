@@ -42,7 +42,7 @@ def prove(
 
     It runs the command twice. The first run saves a checkpoint and is killed some steps later. The second one goes on
     from that checkpoint and makes the same steps again. memfit compares batches, losses, rates, and at the end weights,
-    buffers, optimizer and your own objects. Both runs keep their checkpoints in a folder that is removed at the end.
+    buffers, optimizer and your own objects.
 
     The training is one that memfit keeps exact: Trainer, Loop with a seed, exact() or Exact(). Settings stay as they
     are: if two epochs fit into --seconds, the steps pass an epoch's end and its validation; else they are steps 6 to
@@ -116,7 +116,7 @@ def _run(
             at = read_json(folder / PROVE_PLACE) or {"step": 0, "end": 0}
             most = f" of about {at['end']}" * bool(at["end"])
             terminal.say(f"prove: {name} run, " + (f"step {at['step']}{most}" if at["step"] else "no step yet"), "dim")
-    finally:  # and what it has left; torchrun passes SIGTERM on to ranks outside of its group
+    finally:  # torchrun passes SIGTERM on to ranks outside of its group
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)

@@ -49,7 +49,7 @@ ByteSize = Annotated[int, BeforeValidator(_parse_size), PlainSerializer(_size_te
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value as a settings file can hold it; TypeError where none can.
+    """Return a value as a settings file can hold it; ConfigError where none can.
 
     Models become what they dump as JSON, paths their POSIX text, dates their ISO text, enumerations their values,
     sets sorted lists, and zero-dimensional arrays their item.
@@ -72,7 +72,11 @@ def _as_plain(value: Any) -> Any:
         return sorted(map(to_plain, value), key=_canonical)
     if getattr(value, "shape", None) == ():
         return value.item()
-    raise TypeError(f"a value of type {type(value).__name__} is no setting: a YAML file cannot hold it")
+    raise ConfigError(
+        f"a value of type {type(value).__name__} is no setting.",
+        rule="settings are what a YAML file can hold.",
+        remedy="pass numbers, text, lists and dicts",
+    )
 
 
 def fingerprint(value: Any) -> str:

@@ -57,8 +57,8 @@ class Fit:
         self.progress = Progress()
         self.validation = Validation(setup, plan, self._where, self._stop_alone)
         self.parts = FitParts(setup, self.progress, validation=self.validation, data=self.data)
-        on_inexact = "warn" if self.step.exactness.allows_inexact else "stop"
-        self.session = Session(self.parts, self.keeper, allow=None, on_inexact=on_inexact)
+        self.session = Session(self.parts, self.keeper, allow=None)
+        self.session.on_inexact = "warn" if self.step.exactness.allows_inexact else "stop"
         self.session.every_seconds = setup.checkpoint_seconds  # 0: after each step
         self._is_open = self._has_room = False
         self._rollbacks: Counter[int] = Counter()

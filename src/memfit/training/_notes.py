@@ -22,7 +22,7 @@ from memfit.training._replay import digest_of, leaves_of
 #: How the name of a second set of the weights ends.
 WEIGHTS = " (weights)"
 _DEPTH, _MOST_LEAVES = 4, 5000
-_CLOCK = 1.5e9  # seconds since 1970 are between this and twice as many: they differ in each process
+_CLOCK = 1.5e9  # seconds since 1970, which differ in each process
 _PLACES = tuple({*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(torch.__file__).parents[1])})
 
 
@@ -58,11 +58,8 @@ def _of_objects(chosen: Iterable[Any], kinds: set[type]) -> Iterator[tuple[str, 
         if kind in kinds:
             with suppress(AttributeError):  # with slots; and its own __getattr__ may do anything
                 own = list(object.__getattribute__(one, "__dict__").items())
-            yield from (
-                (f"{kind.__qualname__}.{name}", value)
-                for name, value in own
-                if not name.startswith("_") and name != "training"
-            )
+            own = [pair for pair in own if not pair[0].startswith("_") and pair[0] != "training"]
+            yield from ((f"{kind.__qualname__}.{name}", value) for name, value in own)
         elif issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
             yield f"{kind.__qualname__}.last_epoch", one.last_epoch
 

@@ -33,7 +33,7 @@ _DEPTH, _MOST_ITEMS, _NUM_SAMPLED, _MOST_LEAVES = 6, 10_000, 4096, 100_000
 _COMPARED = ("batch", "loss", "rate", "settings")
 #: The steps after a checkpoint that prove a resume from it.
 PROVING_STEPS = 2
-#: Of a loss, what the order of its sums may change in a step or two: 2e-5 and 1e-7 were seen on a GPU.
+#: Of a loss, what the order of its sums may change.
 _MOST_DRIFT, _FIRST_DRIFT = 1e-3, 1e-5  # the first one goes forward from the same weights
 
 
@@ -113,7 +113,7 @@ def _of_tensor(value: torch.Tensor, *, sampled: bool = False) -> Iterator[int | 
 
 
 def _draws() -> int:
-    """Return a checksum of torch's random state on the CPU: others cost more than all else in a line."""
+    """Return a checksum of torch's random state on the CPU: others cost more."""
     return zlib.crc32(torch.get_rng_state().numpy().tobytes())
 
 
@@ -157,6 +157,7 @@ class Replay:
         self.strange: list[str] = []
         #: Whether losses may differ a little: kernels add in no fixed order, or are another machine's.
         self.drifts, self.drift = False, ""
+        self.splits = False  # whether a step that runs out of memory is repeated in parts
         self.left: dict[int, dict[str, Any]] = {}
         self._old_notes: dict[int, dict[str, int]] = {}
         self._file: Any = None
@@ -272,7 +273,7 @@ class Replay:
         if late:
             bits = [one.reshape(()).double().view(torch.int64) if one.is_floating_point() else one for one in late]
             values = torch.empty(len(bits), dtype=torch.int64, pin_memory=True)
-            with torch.cuda.device(late[0].device):  # of several, to the first
+            with torch.cuda.device(late[0].device):  # the first of several
                 values.copy_(torch.stack([one.to(late[0].device) for one in bits]), non_blocking=True)
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
@@ -319,7 +320,7 @@ class Replay:
         """Return whether losses differ for a reason that is no fault; then they tell nothing any more."""
         pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in zip(was["loss"], now["loss"], strict=False)]
         is_small = all(abs(a - b) <= (_MOST_DRIFT if self.compared else _FIRST_DRIFT) * abs(a) for a, b in pairs)
-        why = "a batch that was split otherwise" if was["parts"] != now["parts"] else ""  # memory was short, or not
+        why = "a batch that was split otherwise" if self.splits and was["parts"] != now["parts"] else ""
         if not why and is_small and self.drifts:
             why = "kernels that do not repeat to the bit"
         self.drift = self.drift or (why and f" but for {why}, from step {now['at']} on")
@@ -341,9 +342,8 @@ def is_known_beyond(path: Path) -> bool:
     if not (path / journal_name()).exists():
         return True
     lines = list(_lines(path / journal_name()))
-    return (
-        any("left" in line for line in lines) or len({line["at"] for line in lines if "loss" in line}) >= PROVING_STEPS
-    )
+    steps = {line["at"] for line in lines if "loss" in line}
+    return len(steps) >= PROVING_STEPS or any("left" in line for line in lines)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

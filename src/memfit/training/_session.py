@@ -96,12 +96,10 @@ def _once(action: Callable[[], object]) -> object:
 class Session:
     """One training: its position, its keeper, its parts. Without a ``keeper`` of checkpoints it is watched alone.
     ``stream`` makes its random numbers functions of seed and position. ``every``, ``every_seconds`` and ``keep`` are as
-    in ``Loop``; with None the loop decides. ``allow`` is None where nobody can name a setting that may differ.
-    ``on_inexact``: ``stop`` or ``warn`` where a resume that is not exact is told; by default a training under keys
-    stops, unless ``allow`` has ``replay``."""
+    in ``Loop``; with None the loop decides. ``allow`` is None where nobody can name a setting that may differ."""
 
     @checked_arguments
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         parts: LoopParts,
         keeper: SealedFolder | None = None,
@@ -111,7 +109,6 @@ class Session:
         every_seconds: Checked[PositiveFloat | None] = None,
         keep: Checked[PositiveInt | None] = None,
         allow: Collection[str] | None = (),
-        on_inexact: str = "",
     ) -> None:
         self.parts, self.keeper, self.stream = parts, keeper, stream
         self.every, self.every_seconds, self.keep = every, every_seconds or math.inf, keep
@@ -129,7 +126,8 @@ class Session:
         self.stopper = Stopper()
         self._made: tuple[Any, Any] = (None, None)
         self._saved_at = math.inf
-        self.on_inexact = on_inexact
+        #: ``stop`` or ``warn`` after a resume that is not exact; empty: as keys and ``allow`` say.
+        self.on_inexact = ""
         self.replay: Replay | None = None
         self.proof: Proof | None = None
         self._is_judged, self._proves = True, Path()
@@ -452,6 +450,7 @@ class Session:
         self.keeper.has_journal = True
         if self.replay is None:
             self.replay = Replay(self.ranks.rank if self.ranks is not None else 0, goes_on=on_inexact == "warn")
+            self.replay.splits = self.stream is None or bool(self.identity.get("recover"))
             self.at_end.enter_context(heard_by(self.replay))
         resumed = self.resumed
         if resumed is not None and resumed.sealed is not None:
