@@ -102,7 +102,7 @@ def _of_tensor(value: torch.Tensor, *, sampled: bool = False) -> Iterator[int | 
     if sampled:
         value = value.reshape(-1)[:: max(1, value.numel() // _NUM_SAMPLED)]
     if value.device.type == "cpu" and value.nbytes < _LARGE_BYTES:
-        yield zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        yield zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return
     rows = value.reshape(len(value) if value.ndim else 1, -1).contiguous()
     is_even = rows.shape[1] * rows.element_size() % 8 == rows.storage_offset() * rows.element_size() % 8 == 0
@@ -114,7 +114,7 @@ def _of_tensor(value: torch.Tensor, *, sampled: bool = False) -> Iterator[int | 
 
 def _draws() -> int:
     """Return a checksum of torch's random state on the CPU: others cost more."""
-    return zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    return zlib.crc32(torch.get_rng_state().numpy().data)
 
 
 # --- the journal
