@@ -190,7 +190,7 @@ Exact("out", seed=1, every=4).fit(trainer, Module(), loader, torch.utils.data.Da
          "each step came out as before; what differs at the end: shadow of __main__ (global) (weights)\n"),
         ("seed=1, ", "", (), 4, "the first run: its training stops and resumes, and is not exact"),
         ('"out"', 'f"out{os.getpid()}"', (), 4, "the second run: it began at step 0, not at 9"),
-        ("epochs(3)", "epochs(1)", (), 4, "the first run: it ended after 6 steps, 0 of them after the checkpoint: let"),
+        ("epochs(3)", "epochs(1)", (), 4, "the first run: it ended after 6 steps, 1 of them after the checkpoint: let"),
         ("epochs(3)", "epochs(2)", ("--seconds", "0"), 0, "steps 6 to 12 were made again"),
     ],
 )  # fmt: skip
