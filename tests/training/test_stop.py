@@ -23,11 +23,13 @@ def in_a_run(tmp_path, monkeypatch):
     signal.signal(signal.SIGTERM, earlier)
 
 
-@pytest.mark.core
 @pytest.mark.usefixtures("in_a_run")
 @pytest.mark.parametrize(
     ("name", "every"),
-    [*zip(KINDS, (5, 7, 6, 12), strict=True), pytest.param("SequenceLoader, early stop", 1, marks=pytest.mark.long)],
+    [
+        *(pytest.param(*one, marks=pytest.mark.core) for one in zip(KINDS, (5, 7, 6, 12), strict=True)),
+        pytest.param("SequenceLoader, early stop", 1, marks=pytest.mark.long),
+    ],
 )
 def test_a_fit_that_is_stopped_at_any_moment_goes_on_to_identical_bytes(name, every, tmp_path):
     names, different = sweep(tmp_path, KINDS[name], every)

@@ -76,12 +76,11 @@ def crashes(tmp_path_factory):
     return crash(tmp_path_factory.mktemp("crashes"), 6)
 
 
-#: How many moments a fit has at least.
+#: The least moments of a fit.
 LEAST = {"indexed": 40, "workers": 6, "keyed": 6}
 
 
-@pytest.mark.core
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.proves("S1-34")
 @pytest.mark.parametrize("kind", LEAST)
 def test_a_fit_killed_at_any_moment_resumes_to_identical_bytes(crashes, kind):
@@ -92,10 +91,12 @@ def test_a_fit_killed_at_any_moment_resumes_to_identical_bytes(crashes, kind):
     assert (found["died"], found["different"]) == (found["num_tried"], [])
 
 
+@pytest.mark.long
 def test_how_workers_are_started_changes_nothing_not_even_at_a_resume(crashes):
     assert crashes["served"] == crashes["workers"]["expected"]
 
 
+@pytest.mark.long
 def test_a_fit_killed_again_and_again_ends_with_identical_bytes(crashes):
     assert crashes["chain"]["kills"] >= 2
     assert crashes["chain"]["digest"] == crashes["indexed"]["expected"]
