@@ -143,11 +143,6 @@ def test_the_cheapest_change_that_fits_is_named_with_its_own_sum(limit, name):
     assert found.fits == (not name)
 
 
-def test_where_no_change_fits_the_memory_to_ask_for_is_named():
-    found = Forecast(Ledger(Layout(1, 1), (task(2 * GIB),)), Amount(GIB, "node"), "here")
-    assert found.change == "--mem=2G on nodes that have it"
-
-
 def test_what_lies_in_shared_memory_must_fit_there():
     found = Forecast(TWO, Amount(1000, "node"), "here", shm_limit=Amount(9, "node"), num_ranks=2,
                      fewer={0: (*LINES[:2], *LINES[5:])})  # fmt: skip

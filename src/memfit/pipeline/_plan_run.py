@@ -218,10 +218,10 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start
         measure.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
     model = _model(order, stage, budget) if stage.has_model else None
     forecast = _forecast(order, stage, node, taken, model)
-    if forecast is not None:
+    if forecast:
         footprint, origin = taken.as_in(forecast)
     rows = _rows(order, budget, footprint, taken.seconds, len(left)) if footprint and left else ()
-    if forecast is not None and forecast.fits is False:  # also where /dev/shm alone is too small
+    if forecast and forecast.fits is False:  # also where /dev/shm alone is too small
         rows = [replace(row, fits=False) for row in rows]
     tight = "" if order.settings.accept_tight else _why_tight(footprint, rows, model)
     facts |= {"footprint": footprint, "origin": origin, "measure": measure, "rows": rows}
@@ -284,9 +284,6 @@ def _forecast(
     if not ledger.lines:
         return None
     limit, shm = node.budget.lendable_bytes, node.budget.shm
-    number = node.machine.nodes * node.machine.tasks_per_node if node.machine else 0
-    if 1 < ranks < number:
-        notes.append(f"{ranks} of the machine's {number} tasks are used: --nproc {number} uses all")
     return Forecast(
         ledger,
         Amount(limit, "node"),

@@ -294,7 +294,7 @@ def read_planned(file: Path, run: RunDir) -> dict[str, Mapping[str, Any]]:
 
 
 class Planned(Watcher):
-    """Compares the first job of each stage with its plan, after its first epoch and at its end."""
+    """Compares each stage's first job with its plan, after its first epoch and at its end."""
 
     def __init__(
         self, order: Order, graph: Graph, forecasts: Mapping[str, Mapping[str, Any]], events: EventWriter
@@ -329,7 +329,7 @@ class Planned(Watcher):
                     self._write("planned", **found)
 
     def _compare(self, stage: str, status: JobStatus) -> dict[str, Any]:
-        """Return what was planned and measured of a job, and whether that ``holds``: None where nobody knows."""
+        """Return what was planned and measured of a job, and whether it ``holds``; None if not known."""
         forecast, spec, job = self._forecasts[stage], self._graph.stages[stage], status.job_id
         planned, used = forecast["settings"], {**self._used.get(job, {}), "ranks": self._order.ranks_of(spec)}
         held = {name: used[name] for name in planned if name in used}
@@ -351,15 +351,14 @@ class Planned(Watcher):
             if size not in ranks[:-1]:  # of the ranks, that which is furthest above its plan
                 then, now = (format_bytes(size[name]) for name in ("planned", "measured"))
                 words.append(f"{size['of']} {then} planned, {now} measured")
-        left += [size["of"] for size in sizes if not size["measured"]]
-        left += [f"{part} (in no line of the plan)" for part in forecast.get("uncounted") or ()]
+        left += [*(size["of"] for size in sizes if size not in seen), *(forecast.get("uncounted") or ())]
         verdict = {True: "is as planned", False: "is not as planned", None: "cannot be called as planned"}[holds]
         text = f"{job} {verdict}: {'; '.join(words)}" + (f"; not compared: {list_some(left, 16)}" if left else "")
         return {"job": job, "stage": stage, "differs": [*differs], "holds": holds, "bytes": sizes, "text": text}
 
 
 def _compare_sizes(forecast: Mapping[str, Any], status: JobStatus) -> list[dict[str, Any]]:
-    """Return bytes planned and measured of a node, each phase, each rank; None where one is not known."""
+    """Return bytes planned and measured of a node, each phase, each rank; None if not known."""
     planned = {"host memory": max(forecast["phases"].values(), default=0)}
     planned |= {f"phase {name}": size for name, size in forecast["phases"].items() if name != "unmarked"}
     planned |= {f"rank {rank}": size for rank, size in enumerate(forecast.get("ranks") or ()) if status.ranks}
