@@ -91,7 +91,7 @@ def test_workers_copies_and_batches_are_counted_for_each_rank(torch_loader):
     assert one.parts["workers"] == 23 * MIB and one.parts["pinned"] == 0
     assert one.parts["batches"] == (2 * 4 + 1) * 8 * 4096, "the items are in the worker that was measured"
     assert 400 * 4096 < one.parts["data"] < 400 * 4096 * 1.2
-    assert one.private_bytes == sum(one.parts.values()) and one.method == "declared"
+    assert one.private_bytes == sum(one.parts.values()) and one.method == "computed"
     four = loader_footprint(torch_loader(data, 8, num_workers=2, prefetch_factor=4), use=LoaderUse(num_ranks=4))
     times = {name: 1 if name == "dataset copies" else 4 for name in one.parts}
     assert dict(four.parts) == {name: times[name] * size for name, size in one.parts.items()}, "ranks share the items"

@@ -1,15 +1,20 @@
 """Loaders that a stage names: made in a child, counted for one rank, and with fewer workers."""
 
 import io
-import json
+from itertools import product
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from memfit.data import _loader_footprint
 from memfit.errors import UsageError
+from memfit.files import write_json
+from memfit.memory import Footprint, PhasePeak
 from memfit.pipeline import _probe, plan_run
 from memfit.reports import to_text, view_run_plan
+from memfit.rundir import RunDir
+from memfit.units import MIB
 
 MODULE = """
 import os
@@ -20,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from memfit.data import Padding, SequenceLoader
 
 def data(number):
-    return TensorDataset(torch.zeros(number, 1 << 12))
+    return TensorDataset(torch.zeros(number, 1 << 13))
 
 def make(params):
     part = 16 // int(os.environ.get("WORLD_SIZE", "2"))
@@ -29,9 +34,8 @@ def make(params):
 def uneven(params):
     return DataLoader(data(params["rows"]), batch_size=5, num_workers=2), DataLoader(data(30), batch_size=5)
 
-def wide(params):
-    return DataLoader(torch.zeros(20, 100_000), batch_size=5, num_workers=2), None
-
+def later(params):
+    return make(params)[0], lambda: make(params)[1]
 def only_training(params):
     return DataLoader(data(30), batch_size=3, drop_last=True), None
 
@@ -71,29 +75,24 @@ def ask(name, **params):
 @pytest.mark.usefixtures("empty")
 def test_loaders_are_counted_as_they_are_and_with_fewer_workers():
     found = ask("make", rows=100)
+    late, (train, both) = ask("later", rows=100)["loaders"][0]["both"], map(found["loaders"][0].get, ("train", "both"))
+    alone = {"parts": both["parts"] | {"data": train["parts"]["data"]}, "phases": both["phases"] | train["phases"]}
+    assert late == both | alone != both
     facts = {name: found[name] for name in ("workers", "batch", "samples", "valid", "drops")}
     assert facts == {"workers": 2, "batch": 8, "samples": 100, "valid": 30, "drops": False}
-    assert [one["workers"] for one in found["loaders"]] == [2, 1, 0]
-    parts = [one["train"]["parts"] for one in found["loaders"]]
-    assert parts[0]["workers"] > parts[1]["workers"] > parts[2]["workers"] == 0
-    assert [one["interpreter"] for one in parts] == [200 << 20] * 3
-    assert parts[0]["batches"] > parts[1]["batches"] >= parts[2]["batches"] > 0
-    json.dumps(found)
-
-
-@pytest.mark.usefixtures("empty")
-def test_a_training_without_validation_is_counted():
-    found = ask("only_training")
-    assert (found["samples"], found["valid"], found["drops"]) == (30, None, True)
-    assert set(found["loaders"][0]["both"]["phases"]) == {"train"}
+    parts = {one["workers"]: one["train"]["parts"] for one in found["loaders"]}
+    assert parts[2]["workers"] > parts[1]["workers"] > parts[0]["workers"] == 0
+    assert parts[2]["batches"] > parts[1]["batches"] >= parts[0]["batches"] > 0
 
 
 @pytest.mark.usefixtures("empty")
 def test_samples_and_batch_are_those_that_a_loader_says():
-    found = {name: ask(name) for name in ("by_sampler", "sequences")}
+    found = {name: ask(name) for name in ("by_sampler", "sequences", "only_training")}
     assert {name: (one["samples"], one["batch"], len(one["loaders"])) for name, one in found.items()} == {
-        "by_sampler": (30, 0, 1), "sequences": (25, 10, 1),
+        "by_sampler": (30, 0, 1), "sequences": (25, 10, 1), "only_training": (30, 3, 1),
     }  # fmt: skip
+    alone = found["only_training"]
+    assert (alone["valid"], alone["drops"], set(alone["loaders"][0]["both"]["phases"])) == (None, True, {"train"})
 
 
 def test_what_returns_no_two_loaders_is_refused():
@@ -126,13 +125,11 @@ MACHINE = "nodes: 2\ntasks_per_node: 2\nnode_memory: {}\n"
 @pytest.mark.slow
 def test_a_plan_has_the_loaders_of_each_rank_and_refuses_what_a_node_has_no_room_for(tmp_path):
     (tmp_path / "machine.yaml").write_text(MACHINE.format("64GiB"))
-    plan = plan_run(CONFIG, on=tmp_path / "machine.yaml")
-    [stage] = plan.stages
+    [stage] = (plan := plan_run(CONFIG, on=tmp_path / "machine.yaml")).stages
     found = stage.forecast
     assert not (tmp_path / "runs").exists()
     assert {line.name for line in found.ledger.lines} >= {"interpreter", "data", "training workers", "training batches"}
-    assert found.ledger.layout.tasks_per_node == 2
-    assert found.batch == (
+    assert found.ledger.layout.tasks_per_node == 2 and found.batch == (
         "global batch 10 = 5 per rank x 2 ranks x 1 accumulated; 10 steps an epoch of 100 samples, 30 validated"
     )
     # Nobody has counted what is trained: neither the rows nor the node say that it fits, nor what to request.
@@ -142,42 +139,45 @@ def test_a_plan_has_the_loaders_of_each_rank_and_refuses_what_a_node_has_no_room
     shown = say_plan(plan)
     assert "to request: not known, /dev/shm" in shown and "fits: not known; " in shown
     assert "measure one: memfit run CONFIG --until train" in shown and "--mem=" not in shown and "  yes" not in shown
-    assert any("2 of the machine's 4 tasks" in note for note in found.notes)
     (tmp_path / "machine.yaml").write_text(MACHINE.format(found.ledger.peak.bytes * 9 // 10))
     small = plan_run(CONFIG, on=tmp_path / "machine.yaml")
     assert small.fits is False  # what is counted is too much already
-    change, modes = small.stages[0].forecast.change, small.stages[0].forecast.list_modes()
-    assert change.startswith(next(mode.name for mode in modes if mode.fits is not False) + ": ")
+    small_modes = small.stages[0].forecast.list_modes()
+    assert small.stages[0].forecast.change.startswith(next(one.name for one in small_modes if one.fits is not False))
     assert "smallest change after which what is counted fits: " in say_plan(small)
-    json.dumps(small.to_dict())
-
-
-def test_a_stage_of_which_nothing_is_known_has_no_request(tmp_path):
-    (tmp_path / "machine.yaml").write_text(MACHINE.format("64GiB"))
-    config = {
-        "experiment": "planned",
-        "stages": {"fold": {"run": "true", "each": "k in params.ks"}},
-        "params": {"ks": 2},
-    }
-    plan = plan_run(config, on=tmp_path / "machine.yaml")
-    assert (plan.fits, plan.stages[0].forecast) == (None, None)
-    assert "one job: not measured yet" in say_plan(plan) and "--mem=" not in say_plan(plan)
 
 
 @pytest.mark.slow
 def test_what_does_not_lie_in_shm_fits_nowhere_in_a_plan(tmp_path):
-    stages = {"train": {"run": "true", "loaders": "loaders_here:wide"}}
-    config = CONFIG | {"stages": stages, "resources": {"ranks": 2, "memory": "4GiB"}}
+    config = CONFIG | {"resources": {"ranks": 2, "memory": "4GiB"}}
     (tmp_path / "machine.yaml").write_text(MACHINE.format("64GiB") + "shm: 1MiB\n")
     [stage] = plan_run(config, on=tmp_path / "machine.yaml").stages
     assert (stage.fits, stage.forecast.fits, stage.rows[0].fits) == (False, False, False)
 
 
-def test_a_declared_rank_is_counted_for_each_and_what_is_not_counted_is_said(tmp_path):
-    config = CONFIG | {"stages": {"train": {"run": "true"}}, "resources": {"ranks": 3, "memory": "1GiB"}}
-    (tmp_path / "machine.yaml").write_text(MACHINE.format("4GiB"))
-    [stage] = plan_run(config, on=tmp_path / "machine.yaml").stages
-    assert stage.forecast.ledger.peak.bytes == stage.footprint.private_bytes == 2 << 30
-    assert any("--set stages.train.loaders=module:function" in note for note in stage.forecast.notes)
-    [here] = plan_run(config).stages
-    assert (here.footprint.private_bytes, here.origin) == (3 << 30, "declared: 3 x 1.00 GiB, resources.memory")
+@pytest.mark.slow
+@pytest.mark.parametrize("on", [Path("machine.yaml"), None])
+@pytest.mark.parametrize("measured", range(5))
+def test_the_rows_and_the_node_of_a_plan_are_one_sum_whatever_the_ranks(tmp_path, measured, on):
+    """Ranks of 100 MiB, on a described machine with a GPU each: measured with so many, or declared, or neither."""
+    Path("machine.yaml").write_text("nodes: 4\ntasks_per_node: 4\ngpus_per_task: 1\ngpu: 8GiB\nnode_memory: 350MiB")
+    job, size = RunDir.create(tmp_path / "runs", "planned", "0" * 64).path / "jobs" / "train", 100 * measured * MIB
+    found = Footprint(size, 0, dict.fromkeys(map(str, range(measured if on else 0)), 1), phases={"x": PhasePeak(size)})
+    ranks = [{"rank": one, "place": "", "pss_bytes": 0, "device_bytes": 0, "peak_bytes": 0} for one in range(measured)]
+    job.mkdir()
+    write_json(job / "status.json", {"state": "completed", "footprint": found.to_dict(), "ranks": ranks})
+    write_json(job / "job.json", {"stage": "train" if measured else ""})
+    for number, memory, first in product(range(1, 17), ("100MiB", None), ({}, {"first": {"run": "true"}})):
+        stages = first | {"train": {"run": "true", "resources": {"ranks": number, "memory": memory}}}
+        config = {"experiment": "planned", "stages": stages, "memory": {"limit": "700MiB", "reserve": 0}}
+        stage = (plan := plan_run(config | {"accept_tight": True}, on=on)).stages[-1]
+        if not (measured or memory):
+            assert (stage.footprint, stage.forecast, stage.rows, stage.fits) == (None, None, (), None)
+            assert "one job: not measured yet" in say_plan(plan) and "--mem=" not in say_plan(plan)
+            continue
+        tasks = min(number, 4) if on else number
+        assert stage.footprint.private_bytes == pytest.approx(100 * MIB * tasks, abs=tasks)
+        assert stage.fits == stage.rows[0].fits == (100 * tasks <= (350 if on else 700))
+        if (forecast := stage.forecast) is not None:
+            assert (forecast.ledger.peak.bytes, forecast.fits) == (stage.footprint.private_bytes, stage.fits)
+        assert not on or len(stage.footprint.device_bytes) in (0, tasks)

@@ -191,7 +191,7 @@ def test_what_was_measured_with_other_settings_says_so_and_yields_to_what_is_dec
 def test_more_than_a_node_has_is_refused_with_the_arithmetic():
     with pytest.raises(DoesNotFitError, match=r"4 x 52\.00 GiB, resources.memory\), 25% more") as caught:
         made().check_node(Amount(256 * GIB, "node"), "the largest node")
-    assert caught.value.remedy.startswith("3 tasks a node: 195.00 GiB of each node (cost: 6 nodes for 16 ranks, of 4")
+    assert caught.value.remedy.startswith("3 tasks a node: 156.00 GiB of each node (cost: 6 nodes for 16 ranks, of 4")
     assert caught.value.remedy.endswith("or --mem=260G on nodes that have it")
     made().check_node(Amount(513 * GIB, "node"), "the largest node")
     with pytest.raises(TypeError, match="different scopes"):

@@ -130,7 +130,7 @@ def test_an_epoch_has_the_steps_of_its_samples():
 @pytest.mark.proves("S3-41")
 @pytest.mark.parametrize(
     ("limit", "name"),
-    [(480, ""), (380, "mapped data"), (300, "1 worker"), (200, "0 workers"), (190, "mapped data, 1 task a node")],
+    [(480, ""), (380, "mapped data"), (300, "1 worker"), (200, "0 workers"), (190, "--mem=256M on nodes that have it")],
 )
 def test_the_cheapest_change_that_fits_is_named_with_its_own_sum(limit, name):
     data, rest = task(60, "data", can_map=True), task(180, "loaders")
@@ -143,13 +143,8 @@ def test_the_cheapest_change_that_fits_is_named_with_its_own_sum(limit, name):
     assert found.fits == (not name)
 
 
-def test_where_no_change_fits_the_memory_to_ask_for_is_named():
-    found = Forecast(Ledger(Layout(1, 1), (task(2 * GIB),)), Amount(GIB, "node"), "here")
-    assert found.change == "--mem=2G on nodes that have it"
-
-
 def test_what_lies_in_shared_memory_must_fit_there():
-    found = Forecast(TWO, Amount(1000, "node"), "here", shm_limit=Amount(9, "node"), others=LINES[5:],
-                     fewer={0: LINES[:2]}, num_ranks=2)  # fmt: skip
+    found = Forecast(TWO, Amount(1000, "node"), "here", shm_limit=Amount(9, "node"), num_ranks=2,
+                     fewer={0: (*LINES[:2], *LINES[5:])})  # fmt: skip
     assert not found.fits and "10 B of each node in /dev/shm, which holds 9 B" in found.why
     assert found.change.startswith("0 workers: ")

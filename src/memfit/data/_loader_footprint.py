@@ -129,7 +129,7 @@ def host_footprint(
 
     Returns:
         ``private_bytes``, the peak; its ``parts`` by the names above; ``shared_bytes``, the mapped files; ``phases``:
-        ``train`` and ``validate``. Its method is ``declared``: measuring the run replaces it.
+        ``train`` and ``validate``. Its method is ``computed``: measuring the run replaces it.
 
     Raises:
         UsageError: If a loader is of another kind.
@@ -165,7 +165,7 @@ def host_footprint(
         shared_bytes=shared,
         parts=largest,
         phases={name: PhasePeak(sum(parts.values()), shared) for name, parts in phases.items()},
-        method="declared",
+        method="computed",
     )
 
 

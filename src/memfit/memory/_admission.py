@@ -29,7 +29,7 @@ def reservation_bytes(footprint: Footprint, slack: float = DEFAULT_SLACK) -> int
     >>> reservation_bytes(Footprint(1000), slack=0.1), reservation_bytes(Footprint.declared(1000))
     (1100, 1000)
     """
-    factor = 1.0 if footprint.method == "declared" else 1.0 + slack
+    factor = 1.0 + slack if footprint.method == "measured" else 1.0
     return round(footprint.private_bytes * factor)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from memfit.errors import DamagedError, UsageError
 from memfit.units import parse_memory
 
-Method = Literal["declared", "measured"]
+Method = Literal["declared", "computed", "measured"]
 #: The place that every job takes memory of; the other places are devices, by their UUID.
 HOST = "host"
 #: Bytes by place. Those of two places are never added together.
@@ -48,7 +48,7 @@ class Footprint:
         device_bytes: Peaks of device memory by device UUID; never added to host memory.
         parts: The private peak by name; beside it ``file`` and ``charged_peak``, which are no parts of it.
         phases: The peaks by phase, in order of appearance.
-        method: ``declared`` by a user or ``measured``.
+        method: Where the figures come from.
 
     Example:
         >>> Footprint.declared("2GiB").private_bytes

@@ -39,7 +39,7 @@ from memfit.planning import (
     list_step_lines,
 )
 from memfit.rundir import RunDir
-from memfit.units import format_count, format_duration
+from memfit.units import format_count
 
 WITH_OTHER = "with other settings: "  # begins what is said of a figure that was measured on a job of other settings
 _TRACE_SECONDS = 30.0  # a model is traced so long at most; then the formula answers
@@ -47,12 +47,27 @@ _FIRST_ROWS = (1, 2, 3, 4)  # the numbers of jobs at once with a row each, besid
 
 
 class Taken(NamedTuple):
-    """What one job takes, where that comes from, its mean seconds if it was measured, and its tasks on a node."""
+    """What one job takes, its origin, mean seconds, tasks on a node, peaks of ranks."""
 
     footprint: Footprint | None
     origin: str
     seconds: float | None = None
     num_tasks: int = 1
+    ranks: tuple[int, ...] = ()
+
+    def as_in(self, forecast: Forecast) -> tuple[Footprint | None, str]:
+        """Return the footprint that a forecast has on a node, None if not known, and its origin."""
+        found, ledger, origin = self.footprint, forecast.ledger, self.origin
+        if forecast.uncounted:
+            return None, f"not known; {origin}" if found else origin
+        host, tasks = ledger.peak.bytes, ledger.layout.tasks_per_node or 1
+        if found is not None and abs(host - found.private_bytes) <= tasks:  # each rank's share is rounded up
+            return replace(found, private_bytes=host), origin
+        origin = f"{origin}; its lines on a node" if found else "computed: the sum of its lines"
+        found = found or Footprint(0, method="computed")
+        number = math.ceil(len(found.device_bytes) * tasks / max(1, len(self.ranks)))
+        gpus = dict.fromkeys(map(str, range(number)), found.bytes_per_device)
+        return Footprint(host, ledger.mapped.bytes, gpus, method=found.method), origin
 
 
 @dataclass(frozen=True)
@@ -78,9 +93,8 @@ class StagePlan:
     saved_seconds: float  # how long it took to make the results that are kept or reused
     footprint: Footprint | None = None  # the memory of one job; None while it is not known
     origin: str = ""  # where that figure comes from
-    measure: Sequence[str] = ()  # commands that measure a job and estimate its GPU memory, and the loaders' setting
+    measure: Sequence[str] = ()  # commands that measure a job and estimate its GPU memory
     rows: Sequence[AtOnce] = ()  # memory and time by the number of jobs at once
-    advice: str = ""  # how many run at once, and how more of them would fit
     model: Mapping[str, Any] | None = None  # what ``memfit.planning.ask`` says of the model that it names
     forecast: Forecast | None = None  # on each process, rank, node and GPU; None if only one job's peak is known
     tight: str = ""  # why its declared or estimated peak is tight and not accepted: a run refuses it
@@ -195,7 +209,8 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start
     if is_known and not left:
         return StagePlan(**facts)
     measure = []
-    footprint, origin, seconds, num_tasks = taken = _taken(order, stage, runs, left)
+    taken = _taken(order, stage, runs, left)
+    footprint, origin = taken.footprint, taken.origin
     if footprint is None or WITH_OTHER in origin:
         one = f" --until {name}" + " --units 1" * bool(stage.each or stage.units)
         measure.append(start + (f" -- {shlex.join(_command(left[0]))}" if order.kind == "commands" else one))
@@ -203,23 +218,13 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start
         measure.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
     model = _model(order, stage, budget) if stage.has_model else None
     forecast = _forecast(order, stage, node, taken, model)
-    if forecast is not None and not forecast.uncounted:
-        host, mapped, tasks = forecast.ledger.peak.bytes, forecast.ledger.mapped.bytes, order.ranks_of(stage)
-        if footprint is None or abs(host - footprint.private_bytes) > tasks:  # each rank's share is rounded up
-            origin = f"{origin}; its lines on a node" if footprint else "computed: the sum of its lines"
-            footprint = footprint or Footprint(0, method="declared")
-            number = math.ceil(len(footprint.device_bytes) * tasks / (num_tasks * order.nodes_of(stage)))
-            gpus = dict.fromkeys(map(str, range(number)), footprint.bytes_per_device)
-            footprint = Footprint(host, mapped, gpus, method=footprint.method)
-    if footprint is None and forecast is None and (order.is_main(stage) or stage.has_model or stage.has_probe):
-        measure.append(f"--set stages.{name}.loaders=module:function")
-    is_whole = forecast is None or not forecast.uncounted
-    rows = _rows(order, budget, footprint, seconds, len(left)) if footprint and left and is_whole else ()
-    if forecast is not None and forecast.fits is False:  # also where /dev/shm alone is too small
+    if forecast:
+        footprint, origin = taken.as_in(forecast)
+    rows = _rows(order, budget, footprint, taken.seconds, len(left)) if footprint and left else ()
+    if forecast and forecast.fits is False:  # also where /dev/shm alone is too small
         rows = [replace(row, fits=False) for row in rows]
-    advice = _advice(rows, len(left)) if len(left) > 1 else ""
     tight = "" if order.settings.accept_tight else _why_tight(footprint, rows, model)
-    facts |= {"footprint": footprint, "origin": origin, "measure": measure, "rows": rows, "advice": advice}
+    facts |= {"footprint": footprint, "origin": origin, "measure": measure, "rows": rows}
     return StagePlan(**facts, model=model, forecast=forecast, tight=tight)
 
 
@@ -240,8 +245,7 @@ def _forecast(
 ) -> Forecast | None:
     """Return the ledger of one job of a stage; None where it has no line, or says no more than the footprint does."""
     loaders, ranks, settings = order.topology(stage.name).loaders, order.ranks_of(stage), order.settings
-    has_ranks = max(ranks, taken.num_tasks) > 1 and (order.is_main(stage) or stage.has_model)
-    if not (loaders or node.machine or has_ranks):
+    if not (loaders or node.machine or max(ranks, taken.num_tasks) > 1):
         return None
     layout = node.layout(order, stage)
     accumulated, batch, notes = model["setup"]["num_microbatches"] if model else 1, "", []
@@ -280,19 +284,16 @@ def _forecast(
     if not ledger.lines:
         return None
     limit, shm = node.budget.lendable_bytes, node.budget.shm
-    if node.machine is not None and ranks < node.machine.nodes * node.machine.tasks_per_node:
-        number = node.machine.nodes * node.machine.tasks_per_node
-        notes.append(f"{ranks} of the machine's {number} tasks are used: --nproc {number} uses all")
     return Forecast(
         ledger,
         Amount(limit, "node"),
         f"{node.budget.binding.name} ({node.budget.binding.source})",
+        taken.ranks if len(taken.ranks) == ranks and all(taken.ranks) else (),
         Amount(shm.total_bytes, "node") if shm else None,
         num_ranks=ranks,
         num_nodes=node.machine.nodes if node.machine else layout.nodes or 1,
         slack=settings.memory.slack,
-        others=ledger.lines[len(own) :],
-        fewer=fewer,
+        fewer={workers: (*lines, *ledger.lines[len(own) :]) for workers, lines in fewer.items()},
         batch=batch,
         notes=tuple(notes),
         settings=settings_of,
@@ -303,7 +304,7 @@ def _forecast(
 
 def _why_tight(footprint: Footprint | None, rows: Sequence[AtOnce], model: Mapping[str, Any] | None) -> str:
     """Return why one job is tight by what it was declared to take, or by the estimate of its model; empty if not."""
-    if footprint is not None and footprint.method == "declared" and rows:
+    if footprint is not None and footprint.method != "measured" and rows:
         return why_tight(footprint.private_bytes, rows[0].needed_bytes + rows[0].margin_bytes)
     if model is None or model["verdict"] != "tight":
         return ""
@@ -321,19 +322,6 @@ def _model(order: Order, stage: StageSpec, budget: Budget) -> Mapping[str, Any]:
     return answer | {"notes": [*answer["notes"], *notes]}
 
 
-def _advice(rows: Sequence[AtOnce], num_jobs: int) -> str:
-    most = max((row for row in rows if row.fits), key=lambda row: row.num_jobs, default=None)
-    if most is None:
-        return ""
-    text = f"memfit runs {'all ' if most.num_jobs == num_jobs else ''}{most.num_jobs} at once"
-    if most.seconds and most.num_jobs > 1:
-        times = [format_duration(row.seconds, short=True) for row in (most, rows[0]) if row.seconds]
-        text += f": about {times[0]} with enough cores, against {times[1]} one at a time"
-    if not all(row.fits for row in rows):
-        text += "; data that all of them read needs no room in each if they map it (memfit.Panel, docs/data.md)"
-    return text
-
-
 def _guessed(graph: Graph, runs: Sequence[RunDir], stage: StageSpec) -> list[Unit]:
     """Return a stage's units as an earlier run listed them."""
     for run in runs:
@@ -348,24 +336,25 @@ def _taken(order: Order, stage: StageSpec, runs: Sequence[RunDir], units: Sequen
 
     What was measured with the settings of now counts, then what is declared, then what was measured with others.
     """
-    memory, nodes, other = order.settings.memory, order.nodes_of(stage), None
+    memory, other = order.settings.memory, None
     for run in runs:
         done = list(_done(order, stage, run))
         largest = max(done, key=lambda one: one.footprint.private_bytes if one.footprint else -1, default=None)
         if largest is not None and largest.footprint is not None:
-            times = [(one.started, one.ended) for one in done]
-            seconds = [ended - started for started, ended in times if started is not None and ended is not None]
-            mean, ranks = sum(seconds) / len(seconds) if seconds else None, max(1, len(largest.ranks))
+            seconds = [one.ended - one.started for one in done if one.started and one.ended]
+            peaks = tuple(one["peak_bytes"] for one in largest.ranks)
+            mean, ranks = sum(seconds) / len(seconds) if seconds else None, max(1, len(peaks))
+            on_node = max(Counter(one.get("node") for one in largest.ranks).values(), default=1)
             changes = changes_since(order, stage, run, largest.job_id)
             origin = f"measured on {largest.job_id} of {run.path.name}"
             if ranks != order.ranks_of(stage):
                 origin += f" with {format_count(ranks, 'rank')} in place of {order.ranks_of(stage)}"
-            found = Taken(largest.footprint, origin + changes, mean, max(1, ranks // nodes))
+            found = Taken(largest.footprint, origin + changes, mean, on_node, peaks)
             if not changes:
                 return found
             other = other or found
     declared, origin = order.declared(stage)
-    tasks = max(1, order.ranks_of(stage) // nodes)
+    tasks = max(1, order.ranks_of(stage) // order.nodes_of(stage))
     if declared:
         return Taken(Footprint.declared(declared), origin, None, tasks)
     if memory.job_of and order.kind == "commands":

@@ -273,9 +273,11 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_
         if not isinstance(made, tuple | list) or len(made) != 2:
             raise UsageError(
                 f"{function} returned a {type(made).__name__}, not two loaders.",
-                rule="it returns the loader of the training and that of the validation, or None for the second.",
+                rule="it returns those of training and validation; the second may be None, or a function.",
                 remedy="end it with: return train, valid",
             )
+        if later := callable(made[1]):
+            made = made[0], made[1]()
         workers, loaders = int(getattr(made[0], "num_workers", 0)), list[dict[str, Any]]()
         fewer = (workers // 2, 1, 0) if hasattr(made[0], "prefetch_factor") else ()
         for number in dict.fromkeys((workers, *(one for one in fewer if one < workers))):
@@ -284,6 +286,9 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_
             train, valid = [one and copy_loader(one, number) for one in made] if loaders else made
             pairs = {"train": (train, None), "both": (train, valid)}
             sizes = {name: host_footprint(*pair, use).to_dict() for name, pair in pairs.items()}
+            if later:
+                sizes["both"]["parts"]["data"] = sizes["train"]["parts"]["data"]
+                sizes["both"]["phases"] |= sizes["train"]["phases"]
             loaders.append({"workers": number, **sizes})
     samples = [None if one is None else _num_samples(one) for one in made]
     return {

@@ -31,7 +31,8 @@ from memfit.units import format_bytes, format_count, format_duration, list_some,
 _SETTLED_SECONDS, _GROWN = 10.0, 1.01
 _VALUE = (int, bool, type(None))
 _MOST = 1.1  # a job that takes more than this multiple of its plan is not as planned
-_FORECAST = {"settings": {str: _VALUE}, "phases": {str: int}, "made_for": ({str: (dict, str)}, type(None))}
+_FORECAST = {"settings": {str: _VALUE}, "phases": {str: int}, "ranks": ([int], type(None)),
+             "made_for": ({str: (dict, str)}, type(None))}  # fmt: skip
 _PLAN = {"stages": [{"name": str, "forecast": (_FORECAST, type(None))}]}
 _BROKEN = frozenset({"failed", "out_of_memory", "timeout", "node_fail"})
 
@@ -293,11 +294,7 @@ def read_planned(file: Path, run: RunDir) -> dict[str, Mapping[str, Any]]:
 
 
 class Planned(Watcher):
-    """Follows a run's jobs, and says for each stage whether its first one is as planned.
-
-    It says so after the first epoch or at the end, and once more where a job that was as planned did not end so.
-    ``forecasts`` are those of `read_planned`.
-    """
+    """Compares each stage's first job with its plan, after its first epoch and at its end."""
 
     def __init__(
         self, order: Order, graph: Graph, forecasts: Mapping[str, Mapping[str, Any]], events: EventWriter
@@ -305,7 +302,7 @@ class Planned(Watcher):
         self._order, self._graph, self._forecasts, self._write = order, graph, forecasts, events.write
         self._said: dict[str, Mapping[str, Any]] = {}
         self._used: dict[str, Mapping[str, Any]] = {}
-        self._phases: defaultdict[str, list[str]] = defaultdict(list)
+        self._died: dict[str, str] = {}  # how an attempt of a job ended that did not complete
 
     def take(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -318,57 +315,59 @@ class Planned(Watcher):
             self._said[str(event.get("stage"))] = event
         elif kind == "loaders" and fits(event.get("settings"), {str: _VALUE}):
             self._used[job] = event["settings"]
-        elif kind == "phase":
-            self._phases[job].append(str(event.get("phase")))
-        elif kind == "end" and state in ("preempted", "cancelled"):
-            return  # those go on later
-        elif kind == "end" or (kind == "epoch" and read_status(self._graph.run, job).peak_bytes):  # measured by now
-            named = {unit.job_id: name for name, units in self._graph.units.items() for unit in units}
-            stage = named.get(job, "")
-            before = self._said.get(stage, {"job": job, "holds": True})
-            if stage in self._forecasts and before["job"] == job and before.get("holds"):
-                found = self._compare(stage, job, state if kind == "end" else "")
-                if stage not in self._said or not found["holds"]:
+        elif kind in ("epoch", "end") and state not in ("preempted", "cancelled"):  # those go on later
+            if kind == "end" and state != "completed":
+                self._died[job] = state.replace("_", " ")
+            status = read_status(self._graph.run, job)
+            stage = {unit.job_id: name for name, units in self._graph.units.items() for unit in units}.get(job, "")
+            before = self._said.get(stage, {})
+            is_due = kind == "end" or (not before and status.peak_bytes)
+            if stage in self._forecasts and is_due and before.get("job", job) == job:
+                found = self._compare(stage, status)
+                if found["text"] != before.get("text"):
                     self._said[stage] = found
                     self._write("planned", **found)
 
-    def _compare(self, stage: str, job: str, state: str) -> dict[str, Any]:
-        """Return what is as planned of a job that ended so, or has made its first epoch, and what is not."""
-        forecast, phases = self._forecasts[stage], self._forecasts[stage]["phases"]
-        planned, ranks = forecast["settings"], self._order.ranks_of(self._graph.stages[stage])
-        used = {**self._used.get(job, {}), "ranks": ranks}
-        absent = used.get("validation", True) is None
-        both = [name for name in planned if name in used]
-        others = [name for name in both if planned[name] != used[name]]
-        left = [name for name in planned if name not in used and not (absent and name.startswith("validation"))]
-        is_dead, seen = state not in ("", "completed"), list(dict.fromkeys(self._phases[job]))
-        words = [f"it ended {state.replace('_', ' ')}"] if is_dead else []
-        given = forecast.get("made_for") or {}
-        for name, then, now in differences(given, made_for(self._graph.stages[stage])) if given else ():
-            words.append("another command" if name == "command" else _told(name, repr(then)[:40], repr(now)[:40]))
-        words += [_told(name, _show(planned[name]), _show(used[name])) for name in others]
-        most, worst = max(phases.values(), default=0), max(phases, key=lambda name: phases[name], default="")
-        same = [f"{name} {_show(planned[name])}" for name in both if planned[name] and name not in others]
-        taken = read_status(self._graph.run, job).peak_bytes
-        if forecast.get("uncounted") or not (taken and most):
-            left.append("memory")
-        else:
-            sizes = _told("host memory", format_bytes(most), format_bytes(taken))
-            (words if taken > _MOST * most else same).append(sizes)
-        if not seen:
-            left.append("phases")
-        elif worst in seen:
-            same.append(f"phase {worst}, the worst planned, was seen")
-        elif not is_dead:
-            words.append(f"phase {worst}, the worst planned, was not seen ({list_some(seen)} was)")
-        what = f"not as planned: {'; '.join(words)}" if words else f"as planned: {', '.join(same)}"
-        text = f"{job} is {what}" + (f"; not compared: {list_some(left, 16)}" if left else "")
-        return {"job": job, "stage": stage, "differs": others, "holds": not words, "text": text}
+    def _compare(self, stage: str, status: JobStatus) -> dict[str, Any]:
+        """Return what was planned and measured of a job, and whether it ``holds``; None if not known."""
+        forecast, spec, job = self._forecasts[stage], self._graph.stages[stage], status.job_id
+        planned, used = forecast["settings"], {**self._used.get(job, {}), "ranks": self._order.ranks_of(spec)}
+        held = {name: used[name] for name in planned if name in used}
+        left = [name for name in planned if name not in used]
+        left = left if job in self._used else ["loaders"]
+        made = forecast.get("made_for") or {}
+        changes = differences(
+            {**made, **{name: planned[name] for name in held}}, {**(made_for(spec) if made else {}), **held}
+        )
+        differs = {name: f"{name} {then!r:.40} planned, {now!r:.40} in the run" for name, then, now in changes}
+        words = [f"it ended {self._died[job]}"] if job in self._died else []
+        words += ["another command" if name == "command" else text for name, text in differs.items()]
+        sizes = _compare_sizes(forecast, status)
+        holds = False if words or any(size["holds"] is False for size in sizes) else sizes[0]["holds"]
+        seen = [size for size in sizes if size["measured"]]
+        ranks = [size for size in seen if size["of"].startswith("rank")]
+        ranks.sort(key=lambda size: size["measured"] / max(1, size["planned"]))
+        for size in seen:
+            if size not in ranks[:-1]:  # of the ranks, that which is furthest above its plan
+                then, now = (format_bytes(size[name]) for name in ("planned", "measured"))
+                words.append(f"{size['of']} {then} planned, {now} measured")
+        left += [*(size["of"] for size in sizes if size not in seen), *(forecast.get("uncounted") or ())]
+        verdict = {True: "is as planned", False: "is not as planned", None: "cannot be called as planned"}[holds]
+        text = f"{job} {verdict}: {'; '.join(words)}" + (f"; not compared: {list_some(left, 16)}" if left else "")
+        return {"job": job, "stage": stage, "differs": [*differs], "holds": holds, "bytes": sizes, "text": text}
 
 
-def _told(name: str, then: str, now: str) -> str:
-    return f"{name} {then} planned, {now} in the run"
-
-
-def _show(value: int | None) -> str:
-    return {None: "none", True: "yes", False: "no"}[value] if value is None or isinstance(value, bool) else f"{value:,}"
+def _compare_sizes(forecast: Mapping[str, Any], status: JobStatus) -> list[dict[str, Any]]:
+    """Return bytes planned and measured of a node, each phase, each rank; None if not known."""
+    planned = {"host memory": max(forecast["phases"].values(), default=0)}
+    planned |= {f"phase {name}": size for name, size in forecast["phases"].items() if name != "unmarked"}
+    planned |= {f"rank {rank}": size for rank, size in enumerate(forecast.get("ranks") or ()) if status.ranks}
+    found = {f"rank {one['rank']}": one["peak_bytes"] for one in status.ranks} | {"host memory": status.peak_bytes}
+    if status.footprint is not None:
+        found |= {f"phase {name}": peak.private_bytes for name, peak in status.footprint.phases.items()}
+    sizes = []
+    for of, size in planned.items():
+        taken = found.get(of) or None
+        holds = None if taken is None or forecast.get("uncounted") else taken <= _MOST * size
+        sizes.append({"of": of, "planned": size, "measured": taken, "holds": holds})
+    return sizes

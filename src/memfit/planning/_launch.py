@@ -91,10 +91,9 @@ class Launch:
         if not self.memory <= limit:
             found = replace(
                 self.forecast,
-                limit=limit,
+                limit=limit.scaled(1 / (1 + self.forecast.slack)),
                 limit_from=where,
                 shm_limit=None,
-                slack_counts=True,
                 num_ranks=self.num_nodes * self.num_ranks,
                 num_nodes=self.num_nodes,
                 uncounted=(),

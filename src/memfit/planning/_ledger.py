@@ -195,25 +195,21 @@ class Forecast:
     ledger: Ledger
     limit: Amount  # the host memory of a node
     limit_from: str  # who says so
+    ranks: tuple[int, ...] = ()  # their measured peaks
     shm_limit: Amount | None = None  # what /dev/shm of a node holds; None if that is not known
     num_ranks: int = 1  # the ranks of the job
     num_nodes: int = 1  # the nodes that there are
     slack: float = 0.0  # what is requested on top, as a share
-    slack_counts: bool = False  # the request must fit, and not the peak alone
-    others: tuple[Line, ...] = ()  # the ledger's lines that are not of the loaders
-    fewer: Mapping[int, tuple[Line, ...]] = field(default_factory=dict)  # lines of the loaders by fewer workers
+    fewer: Mapping[int, tuple[Line, ...]] = field(default_factory=dict)  # the ledger's lines with fewer workers
     batch: str = ""  # the equation of the global batch and the steps of an epoch, in words; empty if they are not known
     notes: tuple[str, ...] = ()  # what could not be counted, and how to name it
     settings: Mapping[str, int | None] = field(default_factory=dict)  # of loaders, ranks and accumulation
     uncounted: tuple[str, ...] = ()  # what is in no line and no peak; if there is any, nobody knows whether it fits
     made_for: Mapping[str, Any] = field(default_factory=dict)  # the stage's settings, masked, and its command's digest
 
-    def _needs(self, ledger: Ledger) -> Amount:
-        return ledger.peak.scaled(1 + self.slack * self.slack_counts)
-
     def has_room(self, ledger: Ledger) -> bool | None:
         """Return whether a ledger fits a node, host memory and /dev/shm; None if it does, and something lacks in it."""
-        found = self._needs(ledger) <= self.limit and (self.shm_limit is None or ledger.shm <= self.shm_limit)
+        found = ledger.peak <= self.limit and (self.shm_limit is None or ledger.shm <= self.shm_limit)
         return None if found and self.uncounted else found
 
     @property
@@ -240,22 +236,20 @@ class Forecast:
             cost = f"none: {format_bytes(mapped.mapped.bytes)} of files, once on each node (docs/loading.md)"
             found.append(self._mode("mapped data", mapped, cost))
         for number, lines in self.fewer.items():
-            few = replace(self.ledger, lines=(*self.others, *lines))
+            few = replace(self.ledger, lines=lines)
             found.append(self._mode(format_count(number, "worker"), few, "slower where loading limits the step"))
-        found += self._fewer_tasks("", self.ledger)
-        if mapped != self.ledger and all(mode.fits is False for mode in found):
-            found += self._fewer_tasks("mapped data, ", mapped)
-        return found
+        return [*found, *self._fewer_tasks()]
 
     def _mode(self, name: str, ledger: Ledger, cost: str) -> Mode:
-        return Mode(name, self._needs(ledger), self.has_room(ledger), cost)
+        return Mode(name, ledger.peak, self.has_room(ledger), cost)
 
-    def _fewer_tasks(self, before: str, ledger: Ledger) -> list[Mode]:
+    def _fewer_tasks(self) -> list[Mode]:
         """Return the most tasks on a node that fit, or none if fewer are no use."""
-        tasks = ledger.layout.tasks_per_node or 1 if self.fits is False else 0
+        layout = self.ledger.layout
+        tasks = layout.tasks_per_node or 1 if self.fits is False else 0
         for number in range(tasks - 1, 0, -1):
-            gpus = (ledger.layout.gpus_per_node or 0) * number // tasks
-            fewer = replace(ledger, layout=replace(ledger.layout, tasks_per_node=number, gpus_per_node=gpus))
+            gpus = (layout.gpus_per_node or 0) * number // tasks
+            fewer = replace(self.ledger, layout=replace(layout, tasks_per_node=number, gpus_per_node=gpus))
             if self.has_room(fewer) is not False:
                 nodes = math.ceil(self.num_ranks / number)
                 cost = f"{format_count(nodes, 'node')} for {self.num_ranks} ranks" + (
@@ -263,7 +257,7 @@ class Forecast:
                     if nodes > self.num_nodes
                     else ""
                 )
-                return [self._mode(f"{before}{number} {'tasks' if number > 1 else 'task'} a node", fewer, cost)]
+                return [self._mode(f"{number} {'tasks' if number > 1 else 'task'} a node", fewer, cost)]
         return []
 
     @property
@@ -285,12 +279,19 @@ class Forecast:
             "shm": write_size(round_up_size(shm_bytes(self.ledger.shm.bytes, self.slack))),
         }
 
+    @property
+    def rank(self) -> Amount:
+        """What one rank takes, with its share of mapped files."""
+        alone = replace(self.ledger, layout=replace(self.ledger.layout, tasks_per_node=1))
+        return alone.peak + self.ledger.mapped.scaled(1 / (self.ledger.layout.tasks_per_node or 1))
+
     def to_dict(self) -> dict[str, Any]:
         lines = [asdict(line) | {"node_bytes": self.ledger.on_node(line).bytes} for line in self.ledger.lines]
         return {
             "lines": lines,
             "layout": asdict(self.ledger.layout),
             "phases": {phase: size.bytes for phase, size in self.ledger.by_phase().items()},
+            "ranks": list(self.ranks) or [self.rank.bytes] * self.num_ranks,
             "mapped_bytes": self.ledger.mapped.bytes,
             "limit_bytes": self.limit.bytes,
             "limit_from": self.limit_from,

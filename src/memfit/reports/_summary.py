@@ -220,7 +220,7 @@ def totals(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
 
     If verbose, also why it was not shorter; of a single command its phases and its ranks.
     """
-    yield from (("plan", text) for text in state.planned.values())
+    yield from (("plan", event["text"]) for event in state.planned.values())
     rows, wall, is_whole = [*state.jobs.values()], state.wall_seconds, state.num_commands == 1
     for footprint in [row.footprint for row in rows] if state.is_one else ():
         if footprint is not None and footprint.phases:

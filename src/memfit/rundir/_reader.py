@@ -165,7 +165,7 @@ class Reader:
         elif kind == "budget":
             known["budget"] = event
         elif kind == "planned":
-            known["planned"] = known["planned"] | {event["job"]: event["text"]}
+            known["planned"] = known["planned"] | {event["job"]: event}
         elif kind == "stop":
             self._queued.clear()
         elif kind == "short":

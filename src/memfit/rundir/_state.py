@@ -117,7 +117,7 @@ class RunState:
     waits: Mapping[str, float]  # seconds of the last command in which none could start, by what jobs waited for
     cpu: Mapping[str, float]  # what the host's cores did in the last command, as shares; empty until it ends
     told_bytes: int | None  # what all used of the limit when a job last started or ended; None before
-    planned: Mapping[str, str]  # whether each stage's first job is as planned, by its id; empty without a plan
+    planned: Mapping[str, Event]  # whether each stage's first job is as planned, by its id; empty without a plan
 
     @property
     def kind(self) -> str:
