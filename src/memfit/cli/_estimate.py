@@ -46,9 +46,7 @@ class Flags:
     gpu: Text = flag("Such as A100-80GB or 24GiB; none: any; by default GPU 0 of this machine.", "NAME|SIZE")
     allocator: Text = flag("Settings of torch's allocator, in place of PYTORCH_CUDA_ALLOC_CONF.", "KEY:VALUE,...")
     formula: bool = flag("Use a formula; do not trace the model.")
-    time_limit: float = flag(
-        "CPU time for traces. A longer one is extrapolated from smaller sizes.", "SECONDS", default=TIME_LIMIT, min=0
-    )
+    time_limit: float = flag("CPU time for the trace; then the formula answers.", "SECONDS", default=TIME_LIMIT, min=0)
     accept_tight: bool = tight_flag()
     set_: list[str] | None = set_flag()
     as_json: AsJson = False
@@ -103,11 +101,11 @@ def estimate(
     memfit estimate --hf-config config.json --batch 8 --seq-len 512 --gpu A100-80GB
     memfit estimate config.yaml --gpu 24GiB
 
-    The step runs on fake tensors, without a GPU, within a minute of CPU time. One that takes longer, such as a loop
-    over time, runs at smaller sizes and is extrapolated. If that fails, a formula gives a wider bound. The figures
-    are allocated (tensors), reserved (torch's allocator) and device (as nvidia-smi shows it). With --gpu it says
-    whether the training fits, and the cheapest change after which it does. Beside a config only --gpu, --allocator,
-    --formula, --time-limit, --accept-tight, --set and --json have an effect.
+    The step runs on fake tensors, without a GPU, within a minute of CPU time. Where that takes longer, as a loop over
+    time does, a formula gives a wider bound. The figures are allocated (tensors), reserved (torch's allocator) and
+    device (as nvidia-smi shows it). With --gpu it says whether the training fits, and the cheapest change after which
+    it does. Beside a config only --gpu, --allocator, --formula, --time-limit, --accept-tight, --set and --json have an
+    effect.
 
     Exit codes: 0 done, 2 bad config or input, 3 it does not fit, only may, or is tight (under 5 % left).
     """

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from memfit.estimation._events import Peak as Peak
     from memfit.estimation._events import Trace as Trace
     from memfit.estimation._events import find_peaks as find_peaks
-    from memfit.estimation._extrapolate import fit as fit
-    from memfit.estimation._extrapolate import sizes_of_batch as sizes_of_batch
     from memfit.estimation._families import check_names as check_names
     from memfit.estimation._families import find_anatomy as find_anatomy
     from memfit.estimation._formula import estimate_formula as estimate_formula

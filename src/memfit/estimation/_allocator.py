@@ -278,7 +278,6 @@ class Replay:
     reserved_bytes: int
     num_retries: int = 0  # how often the cache was emptied to find room: each costs time
     fits: bool = True  # there was room for everything; the replay stops if not
-    width: int = 0  # how far the rest of the reserved bytes, beside the allocated ones, may lie above if extrapolated
 
 
 def replay(trace: Trace, settings: AllocatorSettings | None = None, *, capacity_bytes: int | None = None) -> Replay:

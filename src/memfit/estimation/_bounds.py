@@ -43,9 +43,7 @@ def bound_device(
     by_phase: dict[Phase, Interval] = {}
     for phase, peak in peaks.items():
         parts[phase] = {
-            part: Interval(
-                count, int(count * (1 + ABOVE[part])) + room * (part == "workspaces") + peak.widths.get(part, 0)
-            )
+            part: Interval(count, int(count * (1 + ABOVE[part])) + room * (part == "workspaces"))
             for part, count in peak.parts.items()
         }
         total = Interval.total(parts[phase].values())
@@ -60,9 +58,7 @@ def bound_device(
     )
     above = allocated.upper - allocated.value
     counted = max(replay.allocated_bytes.values(), default=0)
-    upper = (
-        max(replay.reserved_bytes, allocated.value) + above + int(short_lived * _FRAGMENTS) + _AT_LEAST + replay.width
-    )
+    upper = max(replay.reserved_bytes, allocated.value) + above + int(short_lived * _FRAGMENTS) + _AT_LEAST
     reserved = Interval(replay.reserved_bytes, upper)
     beside = gpu.outside_bytes(world_size)
     if trace.convolution_slack:

@@ -15,7 +15,7 @@ from memfit.memory import why_tight
 #: ``reserved``: held by torch's allocator; ``device``: all that the process takes, as nvidia-smi shows it.
 Metric = Literal["allocated_bytes", "active_bytes", "reserved_bytes", "device_bytes"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
-Method = Literal["traced", "extrapolated", "formula"]
+Method = Literal["traced", "formula"]
 Verdict = Literal["fits", "tight", "may fit", "does not fit"]
 
 
@@ -33,8 +33,7 @@ class Estimate:
         device: The peak in each metric.
         parts: What the tensors are for at the allocated peak.
         by_phase: The allocated peak of each phase, in order.
-        method: ``traced`` where the step ran on fake tensors, ``extrapolated`` where it ran so at smaller sizes,
-            ``formula`` where it was computed from the config.
+        method: ``traced`` where the step ran on fake tensors, ``formula`` where it was computed from the config.
         gpu: The device; None for any.
         verdict: Whether it fits there. ``fits`` leaves 5 % of the device free, ``tight`` less. It is also tight if the
             bound is above the device and torch's allocator can give back enough of its cache.

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from memfit.errors import ConfigError, MissingExtraError, OutOfTimeError, UntraceableError
-from memfit.estimation._allocator import Replay, replay
+from memfit.errors import ConfigError, MissingExtraError, UntraceableError
+from memfit.estimation._allocator import replay
 from memfit.estimation._allocator_settings import AllocatorSettings
 from memfit.estimation._bounds import bound_device
-from memfit.estimation._estimate import Estimate, Method, judge
-from memfit.estimation._events import Trace, find_peaks
-from memfit.estimation._extrapolate import Size, extrapolate, sizes_of_batch
+from memfit.estimation._estimate import Estimate, judge
+from memfit.estimation._events import find_peaks
 from memfit.estimation._formula import estimate_formula
 from memfit.estimation._gpus import ANY_GPU, Gpu, find_gpu
 from memfit.estimation._setup import Setup, list_assumptions
-from memfit.estimation._time_limit import TIME_LIMIT, limit_time, share_time
+from memfit.estimation._time_limit import TIME_LIMIT, limit_time
 from memfit.units import format_count
 
 if TYPE_CHECKING:
@@ -28,10 +27,6 @@ if TYPE_CHECKING:
 
 #: The architecture by compute capability, from the newest down; 8.6 has the shared memory of 8.9, and its kernels.
 _ARCHITECTURES = ((10.0, "blackwell"), (9.0, "hopper"), (8.1, "ada"), (8.0, "ampere"), (7.5, "turing"), (0.0, "volta"))
-#: The share of the time that is left for a whole trace; smaller ones have the rest.
-_FOR_WHOLE = 0.75
-#: The share of that for the first of two forward passes: each backward pass has more operations than it.
-_FIRST_FORWARD = 1 / 5
 Loss = Callable[["torch.nn.Module", Any], "torch.Tensor"]
 Make = Callable[[], "Program | Callable[[], object]"]
 
@@ -43,38 +38,26 @@ def estimate_step(
     world_size: int = 1,
     allocator: AllocatorSettings | None = None,
     real_data: bool = True,
-    sizes: Iterable[Size] = (),
 ) -> Estimate:
     """Estimate a training step by tracing two runs of it.
 
     ``make`` makes the step, with its model and optimizer, within a fake tensor mode: a function that runs it once.
-    ``gpu`` None stands for any. ``real_data``: the step's data are real tensors. ``sizes`` may be made smaller if the
-    trace takes longer than `limit_time` allows: then it is extrapolated. Raises `UntraceableError` where fake tensors
-    cannot follow."""
+    ``gpu`` None stands for any. ``real_data``: the step's data are real tensors. Raises
+    `UntraceableError` where fake tensors cannot follow, or take longer than `limit_time` allows."""
     from memfit.estimation._trace import trace
 
     device = gpu or ANY_GPU
     capability = float(device.compute_capability or 8.0)
     architecture = next(name for least, name in _ARCHITECTURES if capability >= least)
 
-    def run(one: Make, first_forward: float = 1.0) -> tuple[Trace, Replay]:
-        traced = trace(one, architecture=architecture, real_data=real_data, first_forward=first_forward)
-        return traced, replay(traced, allocator)
-
-    is_whole = True
-    try:
-        with share_time(_FOR_WHOLE):
-            found, replayed = run(make, _FIRST_FORWARD)
-        peaks = find_peaks(found)
-    except OutOfTimeError:
-        peaks, replayed, found = extrapolate(sizes, run)
-        is_whole = False
+    found = trace(make, architecture=architecture, real_data=real_data)
+    peaks, replayed = find_peaks(found), replay(found, allocator)
     figures, by_phase, parts = bound_device(peaks, replayed, device, found, world_size=world_size)
     beside = device.outside_bytes(world_size)
     verdict, notes = None if gpu is None else judge(figures["device_bytes"], gpu.total_bytes), found.notes
     allowed = int(device.total_bytes * (allocator.per_process_memory_fraction if allocator else 1.0))
     is_above = figures["device_bytes"].upper > device.total_bytes or figures["reserved_bytes"].upper > allowed
-    if gpu is not None and is_whole and is_above:  # the allocator gives back its cache
+    if gpu is not None and is_above:  # the allocator gives back its cache
         above = figures["allocated_bytes"].upper - figures["allocated_bytes"].value
         capacities = (min(allowed, gpu.total_bytes - rest) for rest in (beside.value, beside.upper + above))
         tight, tightest = (replay(found, allocator, capacity_bytes=max(0, one)) for one in capacities)
@@ -88,8 +71,7 @@ def estimate_step(
             notes = (*notes, f"{note}; try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     loaded = {name: getattr(sys.modules.get(name), "__version__", "") for name in ("torch", "transformers")}
     versions = {name: version for name, version in loaded.items() if version}
-    method: Method = "traced" if is_whole else "extrapolated"
-    return Estimate(figures, parts, by_phase, method, gpu, verdict, notes, versions)
+    return Estimate(figures, parts, by_phase, "traced", gpu, verdict, notes, versions)
 
 
 def estimate_config(
@@ -102,7 +84,7 @@ def estimate_config(
     """Estimate the training of a ``config.json``'s model: traced where that works, else by the formula."""
     try:
         make = partial(build_program, config, setup)
-        return _estimate_setup(make, setup, gpu, allocator, _sizes_of_setup(config, setup))
+        return _estimate_setup(make, setup, gpu, allocator)
     except ImportError as error:
         reason = f"{error.name or error} is not installed"
     except (MissingExtraError, UntraceableError) as error:
@@ -114,15 +96,6 @@ def estimate_config(
         raise
 
 
-def _sizes_of_setup(config: Mapping[str, Any], setup: Setup) -> Iterator[Size]:
-    def with_length(number: int) -> Make:
-        target = setup.target_len and max(1, setup.target_len * number // setup.seq_len)
-        return partial(build_program, config, replace(setup, seq_len=number, target_len=target))
-
-    yield Size("tokens", setup.seq_len, with_length)
-    yield Size("samples", setup.batch, lambda number: partial(build_program, config, replace(setup, batch=number)))
-
-
 def build_program(config: Mapping[str, Any], setup: Setup) -> Program:
     """Return the step of a ``config.json``'s model; call it in a fake tensor mode."""
     from memfit.estimation._huggingface import build_step
@@ -130,11 +103,9 @@ def build_program(config: Mapping[str, Any], setup: Setup) -> Program:
     return _assemble(*build_step(config, setup), setup)
 
 
-def _estimate_setup(
-    make: Make, setup: Setup, gpu: Gpu | None, allocator: AllocatorSettings | None, sizes: Iterable[Size]
-) -> Estimate:
+def _estimate_setup(make: Make, setup: Setup, gpu: Gpu | None, allocator: AllocatorSettings | None) -> Estimate:
     how: dict[str, Any] = {"gpu": gpu, "world_size": setup.world_size, "allocator": allocator, "real_data": False}
-    found = estimate_step(make, sizes=sizes, **how)
+    found = estimate_step(make, **how)
     return replace(found, notes=tuple(dict.fromkeys((*found.notes, *list_assumptions(setup)))))
 
 
@@ -192,11 +163,10 @@ def estimate(
         setup: Everything else: dtype, optimizer, checkpointing, sharding. Its ``batch`` and lengths do not count here.
         gpu: A name such as ``A100-80GB``, or a size such as ``24GiB``.
         allocator: As in ``PYTORCH_CUDA_ALLOC_CONF``.
-        time_limit: Seconds of CPU for all traces. A step that takes longer is traced at smaller sizes of the batch's
-            second dimension, or of its first, and extrapolated.
+        time_limit: Seconds of CPU for the trace.
 
     Raises:
-        UntraceableError: Fake tensors cannot follow the step.
+        UntraceableError: Fake tensors cannot follow the step, or take longer than ``time_limit``.
         ConfigError: The GPU or the allocator's setting is unknown.
 
     Example:
@@ -207,16 +177,12 @@ def estimate(
     """
     setup = setup or Setup(dtype="fp32")
 
-    def make_of(batch: Any) -> Make:
-        return lambda: _program_of(build_model, batch, loss, setup)
-
     with limit_time(time_limit):
         return _estimate_setup(
-            make_of(example_batch),
+            lambda: _program_of(build_model, example_batch, loss, setup),
             setup,
             find_gpu(gpu) if isinstance(gpu, str) else gpu,
             None if allocator is None else AllocatorSettings.parse(allocator),
-            sizes_of_batch(example_batch, make_of),
         )
 
 

@@ -49,7 +49,6 @@ class Peak:
 
     num_bytes: int
     parts: Mapping[Part, int] = field(default_factory=dict)
-    widths: Mapping[Part, int] = field(default_factory=dict)  # how far an extrapolated part may lie above
 
 
 def find_peaks(trace: Trace) -> dict[Phase, Peak]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -67,7 +66,6 @@ class Log:
     blocks: list[Block] = field(default_factory=list)
     alive: dict[int, tuple[int, weakref.ref[Any]]] = field(default_factory=dict)
     phase: Phase = "build"
-    until: float = math.inf  # the CPU time of the process at which the present phase has taken too long
 
     def bear(self, num_bytes: int) -> int:
         number = len(self.blocks)
@@ -125,7 +123,7 @@ class Log:
         for number, _ in self.alive.values():
             if number != _ON_HOST:
                 self.blocks[number].outlived_birth_phase = True
-        self.phase, self.until = phase, math.inf
+        self.phase = phase
 
 
 _Effect = Literal["births", "resizes", "none"]
@@ -171,7 +169,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if effect != "none":
             for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
                 if isinstance(tensor, torch.Tensor):
-                    check_time(self.log.until)  # torch's C++ asks for sizes and devices where it cannot pass on errors
+                    check_time()  # torch's C++ asks for sizes and devices where it cannot pass on errors
                     if effect == "births":
                         self._bear(func, args, tensor)
                     else:

@@ -15,28 +15,14 @@ TIME_LIMIT = 50.0
 _limit: ContextVar[tuple[float, float]] = ContextVar("limit", default=(math.inf, math.inf))
 
 
-def out_of_time(what: str) -> OutOfTimeError:
-    return OutOfTimeError(
-        what,
-        rule="a trace runs every operation of two training steps; a loop over time steps has many. "
-        "One that takes too long is made at smaller sizes of the batch or the length, and extrapolated.",
-        remedy="allow more: --time-limit 1800; or shorten the sequences",
-    )
-
-
 @contextlib.contextmanager
-def limit_time(seconds: float, allowed: float | None = None) -> Iterator[None]:
-    """End all tracing within the block after this many seconds of this process's CPU time; ``allowed`` are those that
-    an error names."""
-    token = _limit.set((time.process_time() + seconds, seconds if allowed is None else allowed))
+def limit_time(seconds: float) -> Iterator[None]:
+    """End all tracing within the block after this many seconds of this process's CPU time."""
+    token = _limit.set((time.process_time() + seconds, seconds))
     try:
         yield
     finally:
         _limit.reset(token)
-
-
-def share_time(share: float) -> contextlib.AbstractContextManager[None]:
-    return limit_time(max(0.0, time_left()) * share, limit_seconds())
 
 
 def time_left() -> float:
@@ -44,12 +30,12 @@ def time_left() -> float:
     return _limit.get()[0] - time.process_time()
 
 
-def limit_seconds() -> float:
-    return _limit.get()[1]
-
-
-def check_time(until: float = math.inf) -> None:
-    """Raise `OutOfTimeError` if the time is over, or the process's CPU time is past ``until``."""
+def check_time() -> None:
+    """Raise `OutOfTimeError` if the time is over."""
     end, seconds = _limit.get()
-    if time.process_time() >= min(end, until):
-        raise out_of_time(f"the trace was not done after {seconds:.0f} s of CPU")
+    if time.process_time() >= end:
+        raise OutOfTimeError(
+            f"the trace was not done after {seconds:.0f} s of CPU",
+            rule="a trace runs every operation of two training steps; a loop over time steps has many.",
+            remedy="allow more: --time-limit 1800; shorten the sequences; or measure it: memfit run --plan",
+        )

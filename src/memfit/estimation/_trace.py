@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +26,7 @@ from memfit.estimation._events import Event, Trace
 from memfit.estimation._program import Program, find_tensors
 from memfit.estimation._recorder import Log, Recorder
 from memfit.estimation._setup import NOT_COMPILED
-from memfit.estimation._time_limit import check_time, time_left
+from memfit.estimation._time_limit import check_time
 
 _aten = torch.ops.aten
 #: Operations such as ``arange`` run for real up to this many numbers.
@@ -43,15 +42,13 @@ def trace(
     architecture: str = "ampere",
     cuda: bool = True,
     real_data: bool = False,
-    first_forward: float = 1.0,
 ) -> Trace:
     """Record what training iterations do with device memory, run on fake CPU tensors.
 
     ``make`` makes a program, or a function that runs a whole step on the same batch each time. Optimizer states appear
     in the first iteration and count in full in the second. ``cuda`` replaces operations by those of CUDA. With
     ``real_data`` the step's data are real: floating-point tensors become fake when an operation uses them; whole
-    numbers and masks are computed, so that lengths, counts and places are this batch's. The first forward pass of a
-    training may take the share ``first_forward`` of the time that is left."""
+    numbers and masks are computed, so that lengths, counts and places are this batch's."""
     check_time()  # before a model is built
     log, notes = Log(), dict[str, None]()
     ops = CudaOps(architecture)
@@ -72,10 +69,8 @@ def trace(
                 recorder.longest = max((size for one in find_tensors(program.batch) for size in one.shape), default=1)
                 watch.follow(program)
             stack.enter_context(watch.watching())
-            for number in range(num_iterations):
+            for _ in range(num_iterations):
                 log.enter("forward")
-                if not number and (program is None or program.optimizer is not None):
-                    log.until = time.process_time() + max(0.0, time_left()) * first_forward
                 step()
                 watch.claim_all()
                 recorder.longest = max(recorder.longest, reals.longest)

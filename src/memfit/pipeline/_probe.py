@@ -167,7 +167,6 @@ def estimate_in_child(
         estimate_step,
         find_gpu,
         limit_time,
-        sizes_of_batch,
     )
 
     whole = config.Resolved.from_json(RunConfig, resolved)
@@ -208,8 +207,7 @@ def estimate_in_child(
 
         try:
             with limit_time(time_limit):
-                sizes = sizes_of_batch(longest.batch, make_of)
-                traced = estimate_step(make_of(longest.batch), gpu=device, allocator=settings, sizes=sizes)
+                traced = estimate_step(make_of(longest.batch), gpu=device, allocator=settings)
         except UntraceableError as error:
             where = f", in {error.module}" if error.module else ""
             raise UsageError(

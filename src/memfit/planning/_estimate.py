@@ -52,7 +52,7 @@ class Question:
     available_bytes: int | None = None  # the free memory of the device; None for all of it
     largest_batch: bool = False  # replace ``setup.batch`` by the largest that fits
     global_batch: int | None = None  # samples per update, a multiple of the largest batch; None for any number
-    time_limit: float = TIME_LIMIT  # seconds of CPU for traces; beyond, they are extrapolated, then the formula answers
+    time_limit: float = TIME_LIMIT  # seconds of CPU for traces; then the formula answers
     settings: Mapping[str, str] | None = None  # a workload's names for the options of ``memfit estimate``
 
     def to_dict(self) -> dict[str, Any]:

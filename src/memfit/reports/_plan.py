@@ -31,7 +31,6 @@ _STYLES = {
 }
 _METHODS = {
     "traced": "traced with",
-    "extrapolated": "extrapolated from traces with",
     "formula": "computed by the rules of",
 }
 _NO_PARTS = ("file", "charged_peak")  # entries of a footprint's parts that the private peak does not consist of
