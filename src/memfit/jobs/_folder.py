@@ -87,6 +87,16 @@ def device_env(
     return found | dict.fromkeys(ALLOCATOR_VARIABLES, f"{own}{own and ','}{_FRACTION}:{fraction:.4f}")
 
 
+def device_share(env: Mapping[str, Any]) -> float:
+    """Return which share of each device the torch of a process with these variables takes.
+
+    >>> device_share({"PYTORCH_ALLOC_CONF": "backend:native,per_process_memory_fraction:0.2500"}), device_share({})
+    (0.25, 1.0)
+    """
+    found = (re.search(rf"{_FRACTION}:([0-9.]+)", str(env.get(name, ""))) for name in ALLOCATOR_VARIABLES)
+    return next((float(one[1]) for one in found if one), 1.0)
+
+
 def _knows_fraction(job: Job) -> bool:
     """Return True if the job will load the torch beside this interpreter, and that knows the fraction."""
     if job.command:

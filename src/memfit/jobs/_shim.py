@@ -224,7 +224,12 @@ class Shim:
             death = outlast(lambda: self._death(monitor, before, returncode, stopped_by))
             state, cause, ended_by = explain_death(death)
             counters = {"before": death.counters_before.to_dict(), "after": death.counters_after.to_dict()}
-            evidence |= {"oom_kills": counters, "place": memory_place(death)}
+            place = memory_place(death)
+            evidence |= {
+                "oom_kills": counters,
+                "place": place,
+                "ran_out_by": monitor.growing.explain(place == "device"),
+            }
             if returncode and (lost := read_lost(self.job_dir)):
                 evidence["rank"], cause = lost["rank"], f"{lost['text']}: {cause}"
         notes = [

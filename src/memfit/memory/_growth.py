@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, pairwise
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from memfit.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from memfit.memory._meter import Sample
 
 #: What rises: memory without an end; pages that were shared and are copied; what had been reserved and is now filled.
 Kind = Literal["growth", "copies", "reserved"]
@@ -50,6 +54,51 @@ class Levels:
         if len(self.lines) > self._most:
             odd = self.lines[len(self.lines) // 2 * 2 :]
             self.lines = [one.joined(two) for one, two in zip(self.lines[::2], self.lines[1::2], strict=False)] + odd
+
+
+class Course:
+    """The levels of a job's training: of all of it, of each rank (``rank 1``) and of each device, 128 of each at most.
+
+    Where it marks its phases, those of ``train`` count alone, or else of the newest phase."""
+
+    def __init__(self) -> None:
+        self.phase, self.counts_steps, self._since = "", False, 0.0
+        self._phases: dict[str, dict[tuple[str, str], Levels]] = {}
+
+    def add(self, line: Sample) -> None:
+        """Take in a line of the job's memory."""
+        self._since = self._since or line.time
+        self.phase = line.phase if self.phase != "train" else self.phase
+        if line.step and not self.counts_steps:
+            self.counts_steps = True
+            self._phases.clear()
+        step = line.step if self.counts_steps else line.time - self._since
+        parts = self._phases.setdefault(line.phase, defaultdict(Levels))
+
+        def add(who: str, place: str, low: int, peak: int) -> None:
+            above = [
+                max(0, size + low - line.low_bytes) * (not place) for size in (line.resident_bytes, line.reserved_bytes)
+            ]
+            parts[who, place].add(Level(line.time, step, line.epoch, low, peak, *above))
+
+        add("", "", line.low_bytes, line.peak_bytes)
+        for rank, low in line.ranks.items():
+            add(f"rank {rank}", "", low, line.peak_bytes)  # they share one limit
+        for place, low in line.allocated_bytes.items():
+            add("", place, low, max(low, line.device_bytes.get(place, 0)))
+
+    @property
+    def parts(self) -> Mapping[tuple[str, str], Sequence[Level]]:
+        """The levels by who and place, each empty for the whole job and for host memory."""
+        return {part: levels.lines for part, levels in self._phases.get(self.phase, {}).items()}
+
+
+def levels_of(samples: Iterable[Sample], who: str = "", place: str = "") -> Sequence[Level]:
+    """Return the levels of a job's training by its memory over time: of all of it, a rank, or a device."""
+    course = Course()
+    for one in samples:
+        course.add(one)
+    return course.parts.get((who, place), [])
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ _SHAPE: Mapping[str, Any] = {
     "footprint": (FOOTPRINT, _NONE),
     "device_used_bytes": ({str: int}, _NONE),
     "evidence": (dict, _NONE),
+    "growth": (dict, _NONE),
     "furthest": ({str: [_NUMBER]}, _NONE),
     "ranks": ([RANK], _NONE),
     "ended_by": (frozenset(get_args(EndedBy)), _NONE),
@@ -81,6 +82,7 @@ class JobStatus:
     # what each rank of a job of several does and holds: ``rank``, ``pid``, its last ``place`` and ``step``,
     # ``pss_bytes`` and ``device_bytes`` now, ``peak_bytes`` (of the former) so far
     ranks: Sequence[Mapping[str, Any]] = ()
+    growth: Mapping[str, Any] = field(default_factory=dict)  # `memfit.memory.Growth` as told; empty while it is not
 
     def ended_as(self, state: State, cause: str, ended_by: EndedBy) -> Self:
         """Return the status of a job that ended just now: it uses and wants nothing any more."""

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from memfit.memory import ProcReader
-from memfit.rundir import is_canary, phase, record
+from memfit.rundir import is_canary, phase, read_devices, record
 from memfit.training._oom import device_bytes, reset_device_peaks
 from memfit.training._process import say
 from memfit.units import format_count
@@ -86,7 +86,8 @@ class Journal:
         if now < self._next_step:
             return
         self._next_step = now + (0.0 if is_canary() else _STEP_EVENT_SECONDS)
-        record("step", **where, num_epochs=self.num_epochs, loss=None if loss is None else float(loss))
+        loss = None if loss is None else float(loss)
+        record("step", **where, num_epochs=self.num_epochs, loss=loss, **read_devices())
         if device is not None and device.type == "cuda":
             with suppress(Exception):  # a driver without NVML: it raises what it likes
                 self._device_uses.append(torch.cuda.utilization(device) / 100)
