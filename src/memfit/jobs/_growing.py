@@ -70,7 +70,12 @@ class Growing:
             self.told = None if before and self._is_over(before) else before
             return False
         is_same = before is not None and (found.unit, found.place) == (before.unit, before.place)
-        if before is None or not is_same or abs(found.at - before.at) > _MOVED * before.at:
+        is_moved = before is None or abs(found.at - before.at) > _MOVED * before.at
+        if (
+            before is None
+            or found.is_sure > before.is_sure
+            or (found.is_sure == before.is_sure and not (is_same and not is_moved))
+        ):
             self.told = found
         return self.told is found
 
@@ -81,8 +86,9 @@ class Growing:
         for (who, place), levels in self._course.parts.items():
             limit, steps = self._limits.get(place or HOST, 0), self.steps
             if grown := find_growth(levels, limit, epoch_steps=steps.epoch_steps, steps=steps.steps):
-                unit = grown.unit if self._course.counts_steps else "second"
-                grown = replace(grown, who=who, place=place, phase=self._course.phase, unit=unit)
+                if not self._course.counts_steps:
+                    grown = replace(grown, unit="second", is_sure=False)
+                grown = replace(grown, who=who, place=place, phase=self._course.phase)
                 (ranks if who else found).append(grown)
         whole = next((one for one in found if not one.place), None)
         steepest = max(ranks, key=lambda one: one.slope, default=None)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 Kind = Literal["growth", "copies", "reserved"]
 #: What a death of memory came from; ``open`` where too little was seen.
 Cause = Literal["growth", "copies", "reserved", "size", "open"]
-_PIECES, _LEAST_LEVELS, _FIRST_STEPS = 5, 30, 3
+_PIECES, _LEAST_LEVELS, _FIRST_STEPS, _SETTLED = 5, 20, 3, 1 / 3
+#: By how much each span may rise less than the one before, so that it is told early; so that it is told as sure.
+_EARLY, _SURE = 0.14, 0.25
 _ADVICE = "More memory puts that off, it does not mend it."
 
 
@@ -44,16 +46,20 @@ class Level(NamedTuple):
 
 
 class Levels:
-    """A series of levels of bounded length: when it is full, each two become one."""
+    """A series of levels of bounded length: when it is full, each two become one, and later ones are as long."""
 
     def __init__(self, most: int = 128) -> None:
-        self._most, self.lines = most, list[Level]()
+        self._most, self._each, self._num, self.lines = most, 1, 0, list[Level]()
 
     def add(self, level: Level) -> None:
-        self.lines.append(level)
-        if len(self.lines) > self._most:
-            odd = self.lines[len(self.lines) // 2 * 2 :]
-            self.lines = [one.joined(two) for one, two in zip(self.lines[::2], self.lines[1::2], strict=False)] + odd
+        if self._num % self._each:
+            self.lines[-1] = self.lines[-1].joined(level)
+        else:
+            if len(self.lines) == self._most:
+                self._each *= 2
+                self.lines = [one.joined(two) for one, two in zip(self.lines[::2], self.lines[1::2], strict=True)]
+            self.lines.append(level)
+        self._num += 1
 
 
 class Course:
@@ -117,11 +123,7 @@ class Growth:
     at: float = 0.0  # the unit in which it meets the limit, counted from the training's start
     at_time: float = 0.0  # the same in Unix seconds
     more_bytes: int = 0  # of copies and reserved memory: the most that can still come
-
-    @property
-    def is_sure(self) -> bool:
-        """False where it may end by itself, or nobody counted steps and epochs."""
-        return self.kind == "growth" and self.unit != "second"
+    is_sure: bool = False  # it outlived an epoch, or a quarter of the training; a buffer would be full by then
 
     @property
     def text(self) -> str:
@@ -135,13 +137,13 @@ class Growth:
         if self.kind == "growth":
             so_far = "" if self.is_sure else " so far"
             rise = f"{who} grows{so_far} by {sizes} ({_size(self.least)} to {_size(self.most)})"
-            return f"{rise}; {meets}. {_ADVICE if self.is_sure else 'Nobody told it of epochs: it may level off.'}"
+            return f"{rise}; {meets}. {_ADVICE if self.is_sure else 'It may still level off.'}"
         what = "copies pages that its processes share" if self.kind == "copies" else "fills what it had reserved"
         return f"{who} {what}, {sizes}, at most {format_bytes(self.more_bytes)} more; {meets}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form."""
-        return asdict(self) | {"is_sure": self.is_sure, "text": self.text}
+        return asdict(self) | {"text": self.text}
 
 
 def find_growth(levels: Sequence[Level], limit_bytes: int, *, epoch_steps: int = 0, steps: int = 0) -> Growth | None:
@@ -162,11 +164,17 @@ def find_growth(levels: Sequence[Level], limit_bytes: int, *, epoch_steps: int =
     to_come = epoch_steps - now.step if has_epochs and not later else steps - now.step if steps else math.inf
     for share in (0.75, 0.4):
         seen = [one for one in levels if one.step >= max(_FIRST_STEPS, now.step - share * (now.step - first))]
-        if len(seen) < _LEAST_LEVELS or not (found := _judge(_floors(seen, _PIECES), left, to_come)):
+        low = _floors(seen, _PIECES) if len(seen) >= _LEAST_LEVELS else []
+        if not (found := _judge(low, left, to_come)):
             continue
         is_lasting = not later or _outlives(later[-len(seen) :], levels, found.slope, epoch_steps)
         if is_lasting and (told := _told(found, levels, left, limit_bytes)):
-            return told
+            is_sure = (
+                _judge(low, left, to_come, _SURE) is not None
+                and _has_settled(now, has_epochs=has_epochs, steps=steps)
+                and not _fell(levels[: -len(seen)], low)
+            )
+            return replace(told, is_sure=told.is_sure and is_sure)
     floors = [_floor([one for one in levels if one.epoch == at]) for at in sorted({one.epoch for one in levels})[1:-1]]
     floors = floors[-max(4, round(0.7 * len(floors))) :] if has_epochs else []
     if len(floors) >= 4 and (found := _judge([(at.epoch, at.low) for at in floors], left, to_come / epoch_steps)):
@@ -192,11 +200,23 @@ def explain_death(levels: Sequence[Level], limit_bytes: int, *, epoch_steps: int
             continue
         if later and not _outlives(later[-len(seen) :], levels, found.slope, epoch_steps):
             continue
-        if has_epochs and not later:
-            return "open"
         kind, _ = _kind_of(levels)
-        return kind
+        is_settled = _has_settled(now, has_epochs=has_epochs, steps=steps, epochs=1)
+        return "open" if kind == "growth" and not is_settled else kind
     return "open" if has_epochs and not later else "size"
+
+
+def _has_settled(now: Level, *, has_epochs: bool, steps: int, epochs: int = 2) -> bool:
+    """Return whether what fills at the start of a training, such as a cache or a buffer, would be full by now."""
+    if has_epochs and now.epoch:
+        return now.epoch >= epochs or now.step >= _SETTLED * steps > 0
+    return not has_epochs and now.step >= _SETTLED * steps > 0
+
+
+def _fell(before: Sequence[Level], low: Sequence[tuple[float, int]]) -> bool:
+    """Return whether it held more before than where its rise begins: what a collector or the end of an epoch frees."""
+    most = max((size for _, size in _floors(before, max(1, min(8, len(before) // 4)))), default=0)
+    return most > low[0][1] + 0.3 * (low[-1][1] - low[0][1])
 
 
 class _Rise(NamedTuple):
@@ -221,7 +241,7 @@ def _floors(levels: Sequence[Level], pieces: int) -> list[tuple[float, int]]:
     return [(low.step, low.low) for low in map(_floor, found)] if all(len(one) > 1 for one in found) else []
 
 
-def _judge(low: Sequence[tuple[float, int]], left: float, to_come: float) -> _Rise | None:
+def _judge(low: Sequence[tuple[float, int]], left: float, to_come: float, decay: float = _EARLY) -> _Rise | None:
     """Return the rise of floors, if it is even and fills what is left also if it decays as it has so far."""
     gaps = [later[1] - one[1] for one, later in pairwise(low)]
     if not gaps:
@@ -231,7 +251,7 @@ def _judge(low: Sequence[tuple[float, int]], left: float, to_come: float) -> _Ri
         return None
     slopes = sorted((b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(low, 2) if b[0] > a[0])
     slope, late = median(slopes), min(1.0, sum(gaps[-half:]) / sum(gaps[:half]))
-    span, q = half * (low[-1][0] - low[0][0]) / len(gaps), late - 0.25
+    span, q = half * (low[-1][0] - low[0][0]) / len(gaps), late - decay
     if left > 0:
         if q <= 0 or left > slope * to_come:
             return None
@@ -273,7 +293,8 @@ def _told(rise: _Rise, levels: Sequence[Level], left: float, limit_bytes: int) -
     now, first = levels[-1], levels[0]
     steps = left / rise.slope
     pace = (now.time - first.time) / ((now.step - first.step) or 1)
-    found = Growth(kind, rise.slope, rise.least, rise.most, limit_bytes=limit_bytes, more_bytes=more)
+    sizes = {"limit_bytes": limit_bytes, "more_bytes": more}
+    found = Growth(kind, rise.slope, rise.least, rise.most, is_sure=kind == "growth", **sizes)
     return replace(found, at=now.step + steps, at_time=now.time + steps * pace)
 
 
