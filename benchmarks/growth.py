@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+
 from harness import parser, told
 from memfit.jobs import Growing
 from memfit.memory import HOST, Sample, TreeMeter
@@ -52,7 +52,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Found:
-    """What was said of a course: at which part of the steps to its limit, how sure, which slope, and of what it died."""
+    """What was said of a course: at which part of the steps to its limit, how sure, its slope, and of what it died."""
 
     course: Course
     at: float | None
@@ -230,9 +230,9 @@ def measure(kind: str, num_steps: int = 500) -> Course:
     lines = [replace(line, time=_tenfold(line.time, first)) for line in lines if line.time >= first]
     whole = {"epoch": 1, "num_steps": num_steps, "num_epochs": 1}
     events = [{"time": _tenfold(float(at), first), "step": int(step), **whole} for step, at in made]
-    level = [line.low_bytes for line in lines]
-    half = len(lines) * 7 // 10
-    slope = (min(level[half:]) - min(level[20:half])) / (num_steps * (half - 20) / len(lines)) if kind in GROWS else 0.0
+    half, (old, new) = len(lines) * 7 // 10, (lines[len(lines) // 5], lines[len(lines) * 4 // 5])
+    made_at = [np.interp(line.time, [one["time"] for one in events], range(num_steps)) for line in (old, new)]
+    slope = (new.low_bytes - old.low_bytes) / (made_at[1] - made_at[0]) if kind in GROWS else 0.0
     most, start = max(line.peak_bytes for line in lines), lines[0].peak_bytes
     limit = lines[half].peak_bytes if kind in GROWS else start + int((most - start) / 0.8)
     return Course(f"real {kind}", lines, events, slope, limit)
@@ -295,17 +295,13 @@ def report(found: Sequence[tuple[Found, str]], *, verbose: bool) -> int:
     print(f"error of the slope (50, 75 %): {errors[len(errors) // 2]:.1%}, {errors[len(errors) * 3 // 4]:.1%}")
     print(f"does not grow: told {len(false)} of {len(others)}; as sure {sum(one.is_sure for one in false)}")
     print(f"deaths of what grows: {dict(died)}; of what is too small: {dict(wrong)}")
-    if verbose:
-        kinds: defaultdict[str, list[tuple[Found, str]]] = defaultdict(list)
-        for one, death in found:
-            kinds[f"{one.course.kind}{' on a device' * bool(one.course.place)}"].append((one, death))
-        for kind, some in kinds.items():
-            told_of = [one for one, _ in some if one.at is not None]
-            middle = statistics.median([one.at or 0.0 for one in told_of] or [0.0])
-            sure = sum(one.is_sure for one in told_of)
-            print(
-                f"{kind}: told {len(told_of)} of {len(some)} ({sure} sure) at {middle:.0%}; {dict(Counter(d for _, d in some))}"
-            )
+    kinds: defaultdict[str, list[tuple[Found, str]]] = defaultdict(list)
+    for one, death in found:
+        kinds[one.course.kind].append((one, death))
+    for kind, some in kinds.items() if verbose else ():
+        sure = [one.is_sure for one, _ in some if one.at is not None]
+        deaths = dict(Counter(death for _, death in some))
+        print(f"{kind}: told {len(sure)} of {len(some)}, as sure {sum(sure)}; {deaths}")
     num = len(others)
     rows = [
         told(len(seen) >= 0.88 * len(grown), "of what grows at least 88 % are told"),

@@ -136,7 +136,9 @@ class Monitor:
     def _placed(self, sample: Sample) -> Sample:
         """Return a sample with the step that the job is at, and what each rank and the tensors on each device take."""
         step, epoch = self.growing.steps.at(sample.time)
-        ranks = {str(rank): self.meter.own_bytes(pids) for rank, pids in self._rank_pids.items()}
+        own = {str(rank): self.meter.own_bytes(pids) for rank, pids in self._rank_pids.items()}
+        self._rank_peaks |= {rank: peak for rank, (_, peak) in own.items()}
+        ranks = {rank: low for rank, (low, _) in own.items()}
         allocated = Counter[str]()
         for (path, uuid), size in self._allocated.items():
             allocated[uuid] += size * (_pid_of(path) in {str(pid) for pid in self.meter.pids})
@@ -293,8 +295,7 @@ class Monitor:
             pids = self._rank_pids[rank] = self.meter.below(one.pid)
             pss = sum(self.meter.pss_of.get(pid, 0) for pid in pids)
             held = sum(held for (path, _), (held, _) in self._reports.items() if _pid_of(path) == str(one.pid))
-            self._rank_peaks |= {f"rank {rank}": pss}
-            sizes = {"pss_bytes": pss, "device_bytes": held, "peak_bytes": self._rank_peaks[f"rank {rank}"]}
+            sizes = {"pss_bytes": pss, "device_bytes": held, "peak_bytes": self._rank_peaks[str(rank)]}
             found.append({"rank": rank, "pid": one.pid, "place": one.place, "step": one.step, **sizes})
         return found
 

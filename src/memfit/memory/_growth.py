@@ -293,9 +293,8 @@ def _told(rise: _Rise, levels: Sequence[Level], left: float, limit_bytes: int) -
     now, first = levels[-1], levels[0]
     steps = left / rise.slope
     pace = (now.time - first.time) / ((now.step - first.step) or 1)
-    sizes = {"limit_bytes": limit_bytes, "more_bytes": more}
-    found = Growth(kind, rise.slope, rise.least, rise.most, is_sure=kind == "growth", **sizes)
-    return replace(found, at=now.step + steps, at_time=now.time + steps * pace)
+    found = Growth(kind, rise.slope, rise.least, rise.most, limit_bytes=limit_bytes, more_bytes=more)
+    return replace(found, at=now.step + steps, at_time=now.time + steps * pace, is_sure=kind == "growth")
 
 
 def _size(size: float) -> str:

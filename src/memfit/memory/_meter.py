@@ -123,6 +123,7 @@ class TreeMeter:
         self.pids, self.pids_seen = set[int](), self._tree.seen
         self._last: Sample | None = None
         self.pss_of: Mapping[int, int] = {}
+        self._spikes = dict[int, int]()
         self._own: dict[int, tuple[int, int]] = {}  # PSS without files at the last sweep, and what was resident then
         self._swept_file = self._swept_pss = self._charged_peak = 0
         self._phase, self._phase_since = "", clock()
@@ -145,7 +146,8 @@ class TreeMeter:
             parts["other"] = self.floor_bytes - level
             level = self.floor_bytes
         peak = max(level, self._last.private_bytes if self._last else 0)
-        peak += sum(self._spike(pid, *reading) for pid, reading in now.items())
+        self._spikes = {pid: self._spike(pid, *reading) for pid, reading in now.items()}
+        peak += sum(self._spikes.values())
         if self._group is not None and (charged := self._group.charged_peak()):
             self._charged_peak = max(self._charged_peak, charged)
         if self._charged_peak:
@@ -184,11 +186,13 @@ class TreeMeter:
             found |= more
         return found
 
-    def own_bytes(self, pids: Iterable[int]) -> int:
-        """Return what processes hold: by their PSS at the last sweep, and what became resident since."""
+    def own_bytes(self, pids: Iterable[int]) -> tuple[int, int]:
+        """Return what processes hold, without file pages: by PSS at the last sweep, and what became resident since; and
+        the most since the sample before, by their high-water marks, 0 as long as one of them was never swept."""
         now = {pid: _resident(self._before[pid][1]) for pid in pids if pid in self._before}
         swept = {pid: self._own.get(pid, (held, held)) for pid, held in now.items()}
-        return sum(max(0, swept[pid][0] + held - swept[pid][1]) for pid, held in now.items())
+        own = sum(max(0, swept[pid][0] + held - swept[pid][1]) for pid, held in now.items())
+        return own, (own + sum(self._spikes[pid] for pid in now)) * (now.keys() <= self._own.keys())
 
     @property
     def cpu_seconds(self) -> float:

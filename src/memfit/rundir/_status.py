@@ -80,7 +80,7 @@ class JobStatus:
     evidence: Mapping[str, Any] = field(default_factory=dict)  # limits, peaks and counters of its group at the end
     node: str = ""  # the node of a cluster that it runs on; empty on this host
     # what each rank of a job of several does and holds: ``rank``, ``pid``, its last ``place`` and ``step``,
-    # ``pss_bytes`` and ``device_bytes`` now, ``peak_bytes`` (of the former) so far
+    # ``pss_bytes`` and ``device_bytes`` now, ``peak_bytes`` so far by high-water marks, without file pages
     ranks: Sequence[Mapping[str, Any]] = ()
     growth: Mapping[str, Any] = field(default_factory=dict)  # `memfit.memory.Growth` as told; empty while it is not
 
