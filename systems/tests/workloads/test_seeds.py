@@ -54,6 +54,7 @@ def test_seeds_are_paired_by_number_and_the_others_are_named():
     assert found.unpaired == (4, 8)
 
 
+@pytest.mark.proves("S2-01")
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_fewer_than_five_pairs_give_no_verdict(n):
     found = compare_seeds(draws(0, n, shift=50.0), draws(1, n))
