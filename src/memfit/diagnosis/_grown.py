@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from memfit.diagnosis._find import to_bytes
 from memfit.diagnosis._progress import read_counters
@@ -21,9 +22,8 @@ _GAP_LINES = 1000  # so many were left out: a long log is not read whole
 _NOT_KNOWN = 1 << 40  # steps of an epoch, of which the first has not ended
 #: ``memory 1.2 GiB``, ``mem=3.1G``, ``'gpu_mem': '900MB'``, ``RSS: 2.5 GB``, ``GPU 0 allocated 2.50GB``.
 _SIZE = re.compile(
-    r"(?P<name>(?:\b(?:gpu|cuda|cpu|host|device|used|max|peak|free|total|reserved|limit)[ _/](?:\d+[ _/])?)?(?<![a-z])"
-    r"(?:mem(?:ory)?|v?ram|rss|allocated)(?:[ _/]?[a-z]+)?)['\"]?[ :=]{1,3}"
-    r"['\"]?(?P<size>\d+(?:\.\d+)?) ?(?P<unit>[KMGT])(?:i?B)?\b",
+    r"(?P<name>(?:\b[a-z]+[ _/](?:\d[ _/])?)?(?<![a-z])(?:mem(?:ory)?|v?ram|rss|allocated)(?:[ _/]?[a-z]+)?)['\"]?"
+    r"[ :=]{1,3}['\"]?(?P<size>\d+(?:\.\d+)?) ?(?P<unit>[KMGT])(?:i?B)?\b",
     re.IGNORECASE,
 )
 _OF_DEVICE = re.compile(r"gpu|cuda|vram|allocated|hip|npu|xpu|device", re.IGNORECASE)
@@ -45,7 +45,7 @@ def find_growth_in(found: Diagnosis, streams: Iterable[Stream]) -> Diagnosis:
         slope = format_bytes(round((last - levels[0].low) / (steps - levels[0].step)))
         text = f"the log's {name} grew by {slope} a step, up to {format_bytes(last)}"
         if is_dead and (is_near or not size) and not (_OF_DEVICE if is_host else _OF_HOST).search(name):
-            return add_growth(found, f"{text}. More memory puts that off, it does not mend it.")
+            return add_growth(found, text)
         if len(levels) >= _LEAST_FIGURES:
             return replace(found, notes=(*found.notes, f"{text} so far; it may level off."))
     return found
@@ -54,14 +54,21 @@ def find_growth_in(found: Diagnosis, streams: Iterable[Stream]) -> Diagnosis:
 def add_growth(found: Diagnosis, text: str, who: str = "") -> Diagnosis:
     """Return the diagnosis of a job that grew until it met its limit; ``who`` may be ``rank 1``."""
     where = found.where | ({"rank": int(rank[1])} if (rank := re.fullmatch(r"rank (\d+)", who)) else {})
+    text += ". More memory puts that off, it does not mend it."
     return replace(found, cause="growth", confidence="likely", where=where, notes=(text, *found.notes))
+
+
+def explain_growth(told: Mapping[str, Any]) -> str:
+    """Return in words what grew, as it was told while the job ran."""
+    slope, least, most = (format_bytes(round(told[name])) for name in ("slope", "least", "most"))
+    unit = f"{'an' if told['unit'] == 'epoch' else 'a'} {told['unit']}{' in ' + told['phase'] if told['phase'] else ''}"
+    return f"{told['who'] or 'it'} grew by {slope} {unit} ({least} to {most})"
 
 
 def _read_levels(lines: Sequence[Line]) -> Iterator[tuple[str, Sequence[Level], int, int]]:
     """Yield sizes of memory that lines show, by name, each at the newest step before it; the first; steps an epoch."""
     readings = [*read_counters(lines)] if any(_SIZE.search(line.text[:400]) for line in lines) else []
-    last, before = 0.0, 0.0
-    places, begins, firsts = dict[int, tuple[float, int]](), dict[str, int](), dict[str, int]()
+    last, before, places, begins, firsts = 0.0, 0.0, dict[int, tuple[float, int]](), dict[str, int](), dict[str, int]()
     for one in [one for one in readings if one.counter == "step"] or [one for one in readings if one.is_training]:
         before, last = before + (one.total or last) * (one.value < last), one.value  # it begins again with each epoch
         if (named := one.epoch) and named["epochs"] != "1":

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
-from memfit.diagnosis._grown import add_growth
+from memfit.diagnosis._grown import add_growth, explain_growth
 from memfit.diagnosis._record import Diagnosis
 from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._text import Line, Stream, read_streams
@@ -33,9 +33,11 @@ _SIGKILL, _SHELLS_SIGKILL = -9, 137  # as Python counts, and as a shell or srun 
 _NONE = type(None)
 _COUNTS = ({"own": (int, _NONE), "above": ({str: int}, _NONE)}, _NONE)
 #: The fields of a status's evidence that are read; evidence with other types is passed over.
-_EVIDENCE = {"oom_kills": ({"before": _COUNTS, "after": _COUNTS}, _NONE), "rank": (int, _NONE)}
-_EVIDENCE |= {"ran_out_by": (str, _NONE)}
-_EVIDENCE |= dict.fromkeys(("wall_bytes", "data_limit_bytes"), (int, _NONE))
+_EVIDENCE = {"oom_kills": ({"before": _COUNTS, "after": _COUNTS}, _NONE), "ran_out_by": (str, _NONE)}
+_EVIDENCE |= dict.fromkeys(("wall_bytes", "data_limit_bytes", "rank"), (int, _NONE))
+#: What of a growth is read that was told while the job ran.
+_GROWTH: dict[str, Any] = {"kind": frozenset({"growth"}), **dict.fromkeys(("slope", "least", "most"), float)}
+_GROWTH |= dict.fromkeys(("who", "unit", "phase"), str)
 #: States under another heading, and those under their own.
 _STATES = {"completed": "success", "timeout": "walltime"}
 _STATES |= {name: name for name in ("preempted", "cancelled", "node_fail")}
@@ -101,12 +103,13 @@ class Run:
         ]
         notes = [mask(f"{job.name}: {', '.join(filter(None, told))}.")] if any(told) else []
         sizes = {"used": used, "limit": limit} if found.kind.startswith("host") else {}
-        grown, has_grown = job.growth.get("kind") == "growth", _evidence_of(job.evidence).get("ran_out_by") == "growth"
-        if grown and job.growth.get("unit") == "second":  # loading data grows too: its log must show steps
+        grown, by = fits(job.growth, _GROWTH), _evidence_of(job.evidence).get("ran_out_by")
+        has_grown = by == "growth" or (grown and not by)
+        if grown and job.growth["unit"] == "second":  # loading data grows too: its log must show steps
             has_grown = found.phase == "train" and any(one.what == "last progress" for one in found.timeline)
         if found.oom and not found.recovered and has_grown:
-            text = job.growth["text"] if grown else "its memory grew evenly until it met its limit"
-            found = add_growth(found, f"{job.name}: {text}", str(job.growth.get("who")))
+            text = explain_growth(job.growth) if grown else "its memory grew evenly"
+            found = add_growth(found, f"{job.name}: {text} until it met its limit", str(job.growth.get("who")))
         return replace(
             found,
             where=found.where | {name: one for name, one in _place_of(job).items() if found.where.get(name) is None},
@@ -128,7 +131,7 @@ class Run:
             yield f"{job}: {list_some(texts)}; errors of other ranks follow from that. {again}"
         for folder in self.folders:
             known = self.state.jobs.get(folder.name) if self.state else None
-            if known and known.growth and (known.state != "out_of_memory" or known.growth["kind"] != "growth"):
+            if known and (known.state != "out_of_memory" or not fits(known.growth, _GROWTH)) and "text" in known.growth:
                 yield f"{known.name}: {known.growth['text']}"
             record = _newest(folder, "oom_*.json")
             found = record and read_or_say(lambda one: read_json(one, _FLIGHT, most_bytes=16 << 20), record)
