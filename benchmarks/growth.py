@@ -83,11 +83,12 @@ def ask(course: Course, limit: int) -> Found:
 
 
 def _fill(at: np.ndarray, end: float) -> np.ndarray:
-    return np.minimum(at, end) / end
+    return np.asarray(np.minimum(at, end) / end)
 
 
 def _stairs(at: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    return sum((at > start) * size for start, size in zip(rng.uniform(0, 0.9, 6), rng.exponential(1, 6), strict=True))
+    steps = ((at > start) * size for start, size in zip(rng.uniform(0, 0.9, 6), rng.exponential(1, 6), strict=True))
+    return np.asarray(sum(steps))
 
 
 #: What grows, in steps of its slope: by the steps made, and how many it makes to its limit.

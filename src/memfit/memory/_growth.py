@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, pairwise
 from statistics import median
@@ -91,14 +91,6 @@ class Course:
     def parts(self) -> Mapping[tuple[str, str], Sequence[Level]]:
         """The levels by who and place, each empty for the whole job and for host memory."""
         return {part: levels.lines for part, levels in self._phases.get(self.phase, {}).items()}
-
-
-def levels_of(samples: Iterable[Sample], who: str = "", place: str = "") -> Sequence[Level]:
-    """Return the levels of a job's training by its memory over time: of all of it, a rank, or a device."""
-    course = Course()
-    for one in samples:
-        course.add(one)
-    return course.parts.get((who, place), [])
 
 
 @dataclass(frozen=True)
