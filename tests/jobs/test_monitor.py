@@ -1,6 +1,7 @@
 """What a job's watcher says of its memory, its phase and its limit."""
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 from memfit.files import write_json
 from memfit.jobs import Growing, JobStatus, Monitor
 from memfit.memory import HOST, Budget, GroupState, JobGroup, Sample, read_series
-from memfit.rundir import EventWriter, RunDir, read_events
+from memfit.rundir import Beat, EventWriter, RunDir, open_beats, read_events
 from memfit.units import MIB
 
 ORDER = {"phases": [], "num_devices": 0, "env": {}}
@@ -193,3 +194,25 @@ def test_a_job_may_reach_what_is_free_beside_others_up_to_the_limit_of_its_run(
     watch = Monitor(RunDir(tmp_path), ORDER | {"env": env} | order, JobStatus("fold_1", "running"), group)
     watch.look_at_group()
     assert watch._limits() == {HOST: limit, "GPU-a": 100}
+
+
+def test_the_line_of_a_job_has_what_each_rank_holds_and_its_peak_is_a_high_water_mark(tmp_path):
+    spike, pipes = "input(); bytearray(b'x') * (200 << 20); print(flush=True); input()", {"stdin": -1, "stdout": -1}
+    with subprocess.Popen([sys.executable, "-ISc", spike], **pipes) as other:
+        watch = Monitor(RunDir(tmp_path), ORDER, here("fold_1"))
+        for rank, pid in enumerate((os.getpid(), other.pid)):
+            beat = Beat(rank, pid, socket.gethostname(), "", "microbatch")
+            os.write(open_beats(tmp_path / "jobs/fold_1/ranks/1_0", rank), beat.to_line())
+        watch.open_series()
+        watch.observe()
+        assert [one["rank"] for one in watch.status().ranks] == [0, 1]
+        os.write(other.stdin.fileno(), b"\n")
+        other.stdout.readline()
+        watch.observe()
+        watch.series.close()
+        other.kill()
+    line = read_series(tmp_path / "jobs/fold_1/memory.jsonl")[-1]
+    ranks = watch.ranks()
+    assert {*line.ranks} == {"0", "1"} and 0 < line.ranks["1"] < 50 * MIB < 200 * MIB < ranks[1][
+        "peak_bytes"
+    ] < 260 * MIB
