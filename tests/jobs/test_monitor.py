@@ -1,16 +1,18 @@
 """What a job's watcher says of its memory, its phase and its limit."""
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from memfit.files import write_json
 from memfit.jobs import Growing, JobStatus, Monitor
-from memfit.memory import HOST, GroupState, JobGroup, Sample, read_series
-from memfit.rundir import EventWriter, RunDir, read_events
+from memfit.memory import HOST, Budget, GroupState, JobGroup, Sample, read_series
+from memfit.rundir import Beat, EventWriter, RunDir, open_beats, read_events
 from memfit.units import MIB
 
 ORDER = {"phases": [], "num_devices": 0, "env": {}}
@@ -176,4 +178,41 @@ def test_the_line_of_a_job_has_its_step_and_what_tensors_take_of_its_devices(tmp
     (line,) = read_series(tmp_path / "jobs/fold_1/memory.jsonl")
     assert (line.step, line.epoch, line.allocated_bytes, line.device_bytes) == (25, 2, {"GPU-a": 40}, {"GPU-a": 50})
     assert 0 < line.low_bytes <= line.resident_bytes <= line.reserved_bytes
-    assert watch._limits()[HOST] > line.low_bytes
+
+
+@pytest.mark.parametrize(("order", "has_group", "limit"), [({}, False, 5000 * MIB), ({"data_limit_bytes": 700}, False, 700),
+                                                          ({"data_limit_bytes": 700}, True, 600)])  # fmt: skip
+def test_a_job_may_reach_what_is_free_beside_others_up_to_the_limit_of_its_run(
+    tmp_path, monkeypatch, order, has_group, limit
+):
+    device = SimpleNamespace(uuid="GPU-a", total_bytes=400)
+    monkeypatch.setattr(Budget, "read", lambda: SimpleNamespace(headroom_bytes=5000 * MIB, devices=[device]))
+    states = {"run": GroupState(500, 500, 0, 1000, False, 0), "job": GroupState(100, 100, 0, 200, False, 0)}
+    monkeypatch.setattr(JobGroup, "state", lambda self: states[self.path.name])
+    env = {"PYTORCH_ALLOC_CONF": "a:b,per_process_memory_fraction:0.2500"}
+    group = JobGroup(tmp_path / "run/job", 1) if has_group else None
+    watch = Monitor(RunDir(tmp_path), ORDER | {"env": env} | order, JobStatus("fold_1", "running"), group)
+    watch.look_at_group()
+    assert watch._limits() == {HOST: limit, "GPU-a": 100}
+
+
+def test_the_line_of_a_job_has_what_each_rank_holds_and_its_peak_is_a_high_water_mark(tmp_path):
+    spike, pipes = "input(); bytearray(b'x') * (200 << 20); print(flush=True); input()", {"stdin": -1, "stdout": -1}
+    with subprocess.Popen([sys.executable, "-ISc", spike], **pipes) as other:
+        watch = Monitor(RunDir(tmp_path), ORDER, here("fold_1"))
+        for rank, pid in enumerate((os.getpid(), other.pid)):
+            beat = Beat(rank, pid, socket.gethostname(), "", "microbatch")
+            os.write(open_beats(tmp_path / "jobs/fold_1/ranks/1_0", rank), beat.to_line())
+        watch.open_series()
+        watch.observe()
+        assert [one["rank"] for one in watch.status().ranks] == [0, 1]
+        os.write(other.stdin.fileno(), b"\n")
+        other.stdout.readline()
+        watch.observe()
+        watch.series.close()
+        other.kill()
+    line = read_series(tmp_path / "jobs/fold_1/memory.jsonl")[-1]
+    ranks = watch.ranks()
+    assert {*line.ranks} == {"0", "1"} and 0 < line.ranks["1"] < 50 * MIB < 200 * MIB < ranks[1][
+        "peak_bytes"
+    ] < 260 * MIB

@@ -52,6 +52,19 @@ def test_what_is_told_of_a_course_and_what_it_died_of(course, epochs, until, lim
     assert explain_death(levels, at_limit, **known) == death
 
 
+@pytest.mark.parametrize(
+    ("rise", "told", "death"), [(np.minimum(4 * at, 1000), "", "open"), (3 * at, "sure", "growth")]
+)
+def test_after_a_resume_an_epoch_of_the_new_process_must_pass(rise, told, death):
+    levels = [
+        one._replace(step=one.step + 500, epoch=one.epoch + 2)
+        for one in levels_of(rise, 4, 240 if death == "open" else 450)
+    ]
+    found = find_growth(levels, 2300 * MIB, epoch_steps=250, steps=STEPS + 500)
+    assert ("" if found is None else "sure" if found.is_sure else "early") == told
+    assert explain_death(levels, max(one.peak for one in levels), epoch_steps=250, steps=STEPS + 500) == death
+
+
 def test_growth_says_by_how_much_when_it_meets_its_limit_and_that_more_memory_is_no_cure():
     found = find_growth(levels_of(GROWS, 1, 700), 2300 * MIB, epoch_steps=STEPS, steps=STEPS)
     assert found.slope == pytest.approx(2 * MIB, rel=0.01) and found.least <= found.slope <= found.most

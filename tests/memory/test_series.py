@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from memfit.errors import DamagedError
-from memfit.memory import Sample, SeriesWriter, levels_of, read_series
+from memfit.memory import Course, Sample, SeriesWriter, read_series
 
 
 def sample(index: int, phase: str = "train") -> Sample:
@@ -67,9 +67,12 @@ def test_each_line_holds_the_lowest_sizes_of_its_phase_since_the_line_before_als
     low = next(one for one in lines if one.low_bytes == 3)
     assert (low.step, low.ranks, low.allocated_bytes, low.phase) == (42.0, {"1": 4}, {"GPU-a": 5}, "train")
     assert all(one.low_bytes >= 190 for one in lines if one.phase == "validate")
-    assert [one.low for one in levels_of(lines)] == [one.low_bytes for one in lines if one.phase == "train"]
-    assert min(levels_of(lines, "rank 1"), key=lambda one: one.low)[1:4] == (42.0, 0, 4)
-    assert min(one.low for one in levels_of(lines, place="GPU-a")) == 5
+    course = Course()
+    for one in lines:
+        course.add(one)
+    assert [one.low for one in course.parts["", ""]] == [one.low_bytes for one in lines if one.phase == "train"]
+    assert min(course.parts["rank 1", ""], key=lambda one: one.low)[1:4] == (42.0, 0, 4)
+    assert min(one.low for one in course.parts["", "GPU-a"]) == 5
 
 
 def test_lines_of_earlier_versions_are_read(tmp_path):

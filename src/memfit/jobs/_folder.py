@@ -88,13 +88,9 @@ def device_env(
 
 
 def device_share(env: Mapping[str, Any]) -> float:
-    """Return which share of each device the torch of a process with these variables takes.
-
-    >>> device_share({"PYTORCH_ALLOC_CONF": "backend:native,per_process_memory_fraction:0.2500"}), device_share({})
-    (0.25, 1.0)
-    """
-    found = (re.search(rf"{_FRACTION}:([0-9.]+)", str(env.get(name, ""))) for name in ALLOCATOR_VARIABLES)
-    return next((float(one[1]) for one in found if one), 1.0)
+    """Return which share of each device `device_env` lets the torch of a process take."""
+    found = re.search(rf"{_FRACTION}:([0-9.]+)", str([env.get(name) for name in ALLOCATOR_VARIABLES]))
+    return float(found[1]) if found else 1.0
 
 
 def _knows_fraction(job: Job) -> bool:

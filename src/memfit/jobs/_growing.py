@@ -69,15 +69,12 @@ class Growing:
         if found is None:
             self.told = None if before and self._is_over(before) else before
             return False
-        is_same = before is not None and (found.unit, found.place) == (before.unit, before.place)
-        is_moved = before is None or abs(found.at - before.at) > _MOVED * before.at
-        if (
-            before is None
-            or found.is_sure > before.is_sure
-            or (found.is_sure == before.is_sure and not (is_same and not is_moved))
-        ):
-            self.told = found
-        return self.told is found
+        if before is not None:
+            is_same = (found.unit, found.place, found.is_sure) == (before.unit, before.place, before.is_sure)
+            if before.is_sure > found.is_sure or (is_same and abs(found.at - before.at) <= _MOVED * before.at):
+                return False
+        self.told = found
+        return True
 
     def _find(self) -> Growth | None:
         """Return what grows, by the rank that does if there is one; the first to meet its limit."""

@@ -124,11 +124,10 @@ class Monitor:
             return
         self.sample = sample
         if self.series is not None:
-            line = None
             with suppress(OSError):  # a full disk costs the samples, not the job
                 line = self.series.append(self._placed(sample))
-            if line is not None and self.growing.look(line, self._limits):
-                self._tell_growth()
+                if line is not None and self.growing.look(line, self._limits):
+                    self._tell_growth()
         sizes = Counter({HOST: sample.peak_bytes, **self.device_used_bytes()})
         if any(size > _GROWN * self._settled[place] for place, size in sizes.items()):
             self._settled, self._grown_at = self._settled | sizes, time.monotonic()
@@ -139,9 +138,9 @@ class Monitor:
         own = {str(rank): self.meter.own_bytes(pids) for rank, pids in self._rank_pids.items()}
         self._rank_peaks |= {rank: peak for rank, (_, peak) in own.items()}
         ranks = {rank: low for rank, (low, _) in own.items()}
-        allocated = Counter[str]()
+        allocated, alive = Counter[str](), {str(pid) for pid in self.meter.pids} if self._allocated else set()
         for (path, uuid), size in self._allocated.items():
-            allocated[uuid] += size * (_pid_of(path) in {str(pid) for pid in self.meter.pids})
+            allocated[uuid] += size * (_pid_of(path) in alive)
         sample = replace(sample, step=step, epoch=epoch, ranks=ranks if len(ranks) > 1 else {})
         return replace(sample, device_bytes=self.device_used_bytes(), allocated_bytes=dict(allocated))
 
@@ -163,10 +162,9 @@ class Monitor:
         assert grown is not None
         fields = grown.to_dict()
         fields |= {"what": fields.pop("kind"), "text": f"{self.known.job_id}: {grown.text}"}
-        with suppress(OSError):
-            events = EventWriter(self.run.events_dir, self.known.job_id)
-            events.write("growth", **fields)
-            events.close()
+        events = EventWriter(self.run.events_dir, self.known.job_id)
+        events.write("growth", **fields)
+        events.close()
 
     def look_at_group(self) -> None:
         if self.group is None:

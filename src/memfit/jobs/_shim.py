@@ -439,6 +439,7 @@ class NodesShim(Shim):
             used_bytes=max(one.used_bytes for one in nodes),
             peak_bytes=max(one.peak_bytes for one in nodes),
             footprint=functools.reduce(Footprint.merge, sizes) if sizes else None,
+            growth=next((one.growth for one in nodes if one.growth), {}),
             node=f"{self.order['num_nodes']} nodes",
         )
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from memfit.memory._growth import Level as Level
     from memfit.memory._growth import explain_death as explain_death
     from memfit.memory._growth import find_growth as find_growth
-    from memfit.memory._growth import levels_of as levels_of
     from memfit.memory._heap import read_heap as read_heap
     from memfit.memory._host import Limit as Limit
     from memfit.memory._host import SharedMemory as SharedMemory

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, pairwise
 from statistics import median
@@ -80,31 +80,17 @@ class Course:
             self._phases.clear()
         step = line.step if self.counts_steps else line.time - self._since
         parts = self._phases.setdefault(line.phase, defaultdict(Levels))
-
-        def add(who: str, place: str, low: int, peak: int) -> None:
-            above = [
-                max(0, size + low - line.low_bytes) * (not place) for size in (line.resident_bytes, line.reserved_bytes)
-            ]
-            parts[who, place].add(Level(line.time, step, line.epoch, low, peak, *above))
-
-        add("", "", line.low_bytes, line.peak_bytes)
-        for rank, low in line.ranks.items():
-            add(f"rank {rank}", "", low, line.peak_bytes)  # they share one limit
+        shared, unused = line.resident_bytes - line.low_bytes, line.reserved_bytes - line.low_bytes
+        for rank, low in {"": line.low_bytes, **line.ranks}.items():  # all ranks share one limit
+            level = Level(line.time, step, line.epoch, low, line.peak_bytes, low + shared, low + unused)
+            parts[rank and f"rank {rank}", ""].add(level)
         for place, low in line.allocated_bytes.items():
-            add("", place, low, max(low, line.device_bytes.get(place, 0)))
+            parts["", place].add(Level(line.time, step, line.epoch, low, max(low, line.device_bytes.get(place, 0))))
 
     @property
     def parts(self) -> Mapping[tuple[str, str], Sequence[Level]]:
         """The levels by who and place, each empty for the whole job and for host memory."""
         return {part: levels.lines for part, levels in self._phases.get(self.phase, {}).items()}
-
-
-def levels_of(samples: Iterable[Sample], who: str = "", place: str = "") -> Sequence[Level]:
-    """Return the levels of a job's training by its memory over time: of all of it, a rank, or a device."""
-    course = Course()
-    for one in samples:
-        course.add(one)
-    return course.parts.get((who, place), [])
 
 
 @dataclass(frozen=True)
@@ -160,8 +146,8 @@ def find_growth(levels: Sequence[Level], limit_bytes: int, *, epoch_steps: int =
     now, first = levels[-1], levels[0].step
     left = limit_bytes - max(one.peak for one in levels[-max(1, len(levels) // 10) :])
     has_epochs = bool(epoch_steps) and (not steps or epoch_steps < steps)
-    later = [one for one in levels if one.epoch >= 1] if has_epochs else []
-    to_come = epoch_steps - now.step if has_epochs and not later else steps - now.step if steps else math.inf
+    later = [one for one in levels if one.step >= first + epoch_steps] if has_epochs else []  # in this process
+    to_come = (first + epoch_steps if has_epochs and not later else steps or math.inf) - now.step
     for share in (0.75, 0.4):
         seen = [one for one in levels if one.step >= max(_FIRST_STEPS, now.step - share * (now.step - first))]
         low = _floors(seen, _PIECES) if len(seen) >= _LEAST_LEVELS else []
@@ -169,12 +155,9 @@ def find_growth(levels: Sequence[Level], limit_bytes: int, *, epoch_steps: int =
             continue
         is_lasting = not later or _outlives(later[-len(seen) :], levels, found.slope, epoch_steps)
         if is_lasting and (told := _told(found, levels, left, limit_bytes)):
-            is_sure = (
-                _judge(low, left, to_come, _SURE) is not None
-                and _has_settled(now, has_epochs=has_epochs, steps=steps)
-                and not _fell(levels[: -len(seen)], low)
-            )
-            return replace(told, is_sure=told.is_sure and is_sure)
+            is_early = not _has_settled(levels, has_epochs * epoch_steps, steps) or _fell(levels[: -len(seen)], low)
+            is_sure = told.is_sure and not is_early and _judge(low, left, to_come, _SURE) is not None
+            return replace(told, is_sure=is_sure)
     floors = [_floor([one for one in levels if one.epoch == at]) for at in sorted({one.epoch for one in levels})[1:-1]]
     floors = floors[-max(4, round(0.7 * len(floors))) :] if has_epochs else []
     if len(floors) >= 4 and (found := _judge([(at.epoch, at.low) for at in floors], left, to_come / epoch_steps)):
@@ -188,7 +171,7 @@ def explain_death(levels: Sequence[Level], limit_bytes: int, *, epoch_steps: int
     if len(levels) < 16 or levels[-1].step - levels[0].step < 12:
         return "open"
     has_epochs, now, first = bool(epoch_steps) and (not steps or epoch_steps < steps), levels[-1], levels[0].step
-    later = [one for one in levels if one.epoch >= 1] if has_epochs else []
+    later = [one for one in levels if one.step >= first + epoch_steps] if has_epochs else []
     early = [one for one in levels if one.step >= first + 0.15 * (now.step - first)]
     above = median(one.peak - one.low for one in levels)
     room = limit_bytes - early[0].low - above
@@ -201,16 +184,16 @@ def explain_death(levels: Sequence[Level], limit_bytes: int, *, epoch_steps: int
         if later and not _outlives(later[-len(seen) :], levels, found.slope, epoch_steps):
             continue
         kind, _ = _kind_of(levels)
-        is_settled = _has_settled(now, has_epochs=has_epochs, steps=steps, epochs=1)
+        is_settled = _has_settled(levels, has_epochs * epoch_steps, steps, epochs=1)
         return "open" if kind == "growth" and not is_settled else kind
     return "open" if has_epochs and not later else "size"
 
 
-def _has_settled(now: Level, *, has_epochs: bool, steps: int, epochs: int = 2) -> bool:
-    """Return whether what fills at the start of a training, such as a cache or a buffer, would be full by now."""
-    if has_epochs and now.epoch:
-        return now.epoch >= epochs or now.step >= _SETTLED * steps > 0
-    return not has_epochs and now.step >= _SETTLED * steps > 0
+def _has_settled(levels: Sequence[Level], epoch_steps: int, steps: int, epochs: int = 2) -> bool:
+    """Return whether what a process fills at its start, such as a cache or a buffer, would be full by now."""
+    first, passed = levels[0].step, levels[-1].step - levels[0].step
+    part = _SETTLED * (steps - first) if steps else math.inf
+    return passed >= max(epoch_steps, part) or passed >= epochs * epoch_steps > 0
 
 
 def _fell(before: Sequence[Level], low: Sequence[tuple[float, int]]) -> bool:

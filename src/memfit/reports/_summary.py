@@ -212,7 +212,7 @@ def _ranks(rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
             yield "lost", f"{of}{row.explain_lost(event)}"
         if any(rank["peak_bytes"] for rank in row.ranks):
             peaks = [format_bytes(rank["peak_bytes"]) if rank["peak_bytes"] else "-" for rank in row.ranks]
-            yield "ranks", f"{of}{len(peaks)}, with peaks of {list_some(peaks, _MOST_RANKS)} (proportional sizes)"
+            yield "ranks", f"{of}{len(peaks)}, with peaks of {list_some(peaks, _MOST_RANKS)} (without file pages)"
 
 
 def totals(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
