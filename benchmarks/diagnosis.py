@@ -31,7 +31,6 @@ from typing import Any
 
 from harness import parser, print_table, told, write_json
 from memfit.diagnosis import Diagnosis, diagnose
-from memfit.reports import wilson_interval
 
 #: What is asked: shares of kinds and phases, of figures, the false alarms, and the memory of a large log in MiB.
 KINDS, PHASES, FIGURES, FALSE_ALARMS, STREAM_MIB = 0.95, 0.90, 1.0, 0, 200
@@ -107,7 +106,6 @@ def summarize(scores: Sequence[Score]) -> dict[str, Any]:
         "phase_unknown": [sum(one.found["phase"] == "unknown" for one in silent), len(silent)],
         "figures": count("figures"),
         "false_oom": [alarms, len(healthy)],
-        "false_oom_interval": wilson_interval(alarms, len(healthy)),
         "ambiguous": count("kind", [one for one in scores if one.ambiguous]),
         "substrings": [sum(one.substring == one.label["oom"] for one in clear), len(clear)],
         "substrings_false_oom": [sum(one.substring for one in healthy), len(healthy)],
@@ -157,10 +155,8 @@ def stream(gigabytes: float, folder: Path) -> dict[str, Any]:
 def report(found: dict[str, Any]) -> None:
     print(f"The messages that the rules were written with: {OWN}\n" if found["is_own"] else "")
     print_table([("kind", "right", "of"), *((kind, *counts) for kind, counts in found["kinds"].items())])
-    low, high = found["false_oom_interval"]
-    print(f"\nfalse 'out of memory', 95 %: {low:.1%} to {high:.1%}")
     texts = {
-        "phase_unknown": "phase 'unknown' where the label knows none",
+        "phase_unknown": "\nphase 'unknown' where the label knows none",
         "ambiguous": "ambiguous, label or 'killed, sender unknown'",
         "substrings": "five substrings: out of memory or not right",
         "substrings_false_oom": "five substrings: false 'out of memory'",

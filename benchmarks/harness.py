@@ -35,6 +35,7 @@ ROOMS = {
     "demo": ("src/memfit/jobs", "Folds"),
     "stress": ("src/memfit/jobs", "Stress"),
     "policy": ("src/memfit/jobs", "Policy"),
+    "growth": ("src/memfit/memory", "Growth"),
     "makespan": ("src/memfit/jobs", "Makespan"),
     "costs": ("src/memfit/training", "Costs"),
     "loaders": ("src/memfit/data", "Loaders"),

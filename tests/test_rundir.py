@@ -186,9 +186,11 @@ def test_a_phase_tells_what_torch_holds_of_each_device_once_it_uses_any(tmp_path
         device_count=lambda: 2,
         memory_reserved=lambda n: 10 + n,
         max_memory_reserved=lambda n: 20 + n,
+        memory_allocated=lambda n: 5 + n,
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    assert read_devices() == {"devices": [{"bytes": 10, "peak_bytes": 20}, {"bytes": 11, "peak_bytes": 21}]}
+    devices = [{"bytes": 10 + n, "peak_bytes": 20 + n, "allocated_bytes": 5 + n} for n in range(2)]
+    assert read_devices() == {"devices": devices}
     cuda.is_initialized = lambda: False
     assert read_devices() == {}
 

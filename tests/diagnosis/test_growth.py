@@ -1,117 +1,144 @@
-"""Memory that grows from epoch to epoch, and the tensors that held it, as a run directory shows them."""
+"""Memory that grew until a job died of it, by its run and by its log; and the tensors that held it."""
 
 import json
-import random
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from memfit.diagnosis import diagnose, explain_growth
-from memfit.memory import Sample, SeriesWriter
+from memfit.diagnosis import diagnose, list_remedies
+from memfit.memory import Growth, Level, find_growth
 from memfit.rundir import RunDir
 
 MIB = 1 << 20
 RECORDED = json.loads(Path(__file__).with_name("epochs_of_workloads.json").read_text())
 LEAK = """\
-import sys, time
+import os, time
 kept = []
 for step in range(1000):
-    kept.append(bytearray(b"x" * (2 << 20)))
-    print(f"epoch 1/1 step {step}/1000 loss {1 / (step + 1):.4f}", flush=True)
+    if os.environ["RANK"] == "1":
+        kept.append(bytearray(b"x" * (1 << 20)))
+    print(f"step {step} loss 1.0", flush=True)
     time.sleep(0.05)
 """
+OOM = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 8.00 GiB."
+)
+KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=123.0. Some of the step tasks have been OOM Killed."
 
 
-def write_series(folder, sizes, *, device=0, begin=1000.0, seconds=10.0):
-    """One job's memory: for each epoch a sample in its middle, and the times at which epochs ended."""
-    folder.mkdir(parents=True, exist_ok=True)
-    series = SeriesWriter(folder / "memory.jsonl")
-    for at, size in enumerate(sizes):
-        held = {"GPU-1": device * at} if device else {}
-        series.append(Sample(begin + seconds * (at + 0.5), 1, size, 0, size, size, "train", held, size))
-    series.close()
-    return [begin + seconds * (at + 1) for at in range(len(sizes))]
+PUT_OFF = "until it met its limit. More memory puts that off, it does not mend it."
+GREW = f"rank 1 grew by 8.0 MiB a step in train (7.9 MiB to 8.1 MiB) {PUT_OFF}"
+TOLD = Growth(
+    "growth", 8.0 * MIB, 7.9 * MIB, 8.1 * MIB, who="rank 1", phase="train", limit_bytes=600 * MIB, at=40.0, is_sure=True
+)
+BY_TIME = replace(TOLD, unit="second", is_sure=False)
+COPIES = replace(TOLD, kind="copies", more_bytes=900 * MIB)
 
 
-def rising(step, noise=0, num=8, base=1000):
-    drawn = random.Random(1)
-    return [int((base + step * at + drawn.uniform(-noise, noise)) * MIB) for at in range(num)]
+def make_run(tmp_path, growth=None, *, state="completed", by="", place="host", log="hello\n"):
+    """A run of one job, of whose end its watcher said what it came from."""
+    run = RunDir.create(tmp_path / "runs", "made", "0123abcd" * 8)
+    folder = run.job_dir("fold_1")
+    folder.mkdir(parents=True)
+    kills = {"before": {"own": 0}, "after": {"own": 1}}
+    evidence = {"wall_bytes": 600 * MIB, "place": place, "oom_kills": kills, "ran_out_by": by}
+    known = {"state": state, "exit_code": -9 * (state != "completed"), "phase": None, "cause": "", "attempt": 3}
+    known |= {"peak_bytes": 598 * MIB, "evidence": evidence, "growth": growth.to_dict() if growth else {}}
+    (folder / "outcome.json").write_text(json.dumps(known))
+    (folder / "out.log").write_text(log)
+    return run
 
 
 @pytest.mark.proves("S1-06")
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("growth", "by", "more", "is_growth", "said"),
     [
+        (TOLD, "growth", {}, True, GREW),
+        (None, "growth", {}, True, f"its memory grew evenly {PUT_OFF}"),
+        (TOLD, "growth", {"place": "device"}, True, GREW),
+        (TOLD, "", {}, True, GREW),  # its watcher died with it, as under Slurm
+        (TOLD, "size", {}, False, None),
+        (TOLD, "open", {}, False, None),
+        (BY_TIME, "open", {}, False, None),  # it may be data that it loaded
         (
-            rising(50),
-            "host memory grows by 50.0 MiB an epoch, up to 1.32 GiB; it meets the limit of 2.00 GiB in 14 epochs",
+            BY_TIME,
+            "open",
+            {"log": "step 1 loss 2\nstep 2 loss 1\n"},
+            True,
+            GREW.replace("step in train", "second in train"),
         ),
-        (rising(50, num=6), "host memory grows by 50.0 MiB an epoch"),
-        (rising(50, num=5), ""),  # four epochs behind the first
-        (rising(5), ""),  # less than 1 % of the peak
-        (rising(12, noise=60), ""),  # not beyond three times its error
-        ([size * MIB for size in (900, 1000, 1000, 1000, 1000, 1100, 1400, 1200)], ""),  # a slope within that error
-        (rising(0, noise=5), ""),
-        ([100 * MIB, *rising(0)], ""),  # the first epoch brings optimizer states and caches
-        ([*rising(100, num=6), *[1600 * MIB] * 8], ""),  # it grew, and stands still since
-        (rising(-50), ""),
+        (None, "open", {"log": "step 1 loss 2\nstep 2 loss 1\n"}, False, None),
+        (COPIES, "copies", {}, False, COPIES.text),
     ],
 )
-def test_growth_from_epoch_to_epoch_is_named_if_it_is_sure(tmp_path, sizes, said):
-    ends = write_series(tmp_path, sizes)
-    found = explain_growth(tmp_path, ends, 2048 * MIB)
-    assert found.startswith(said) and bool(found) == bool(said)
-    assert "loss.item()" in found if said else True
+def test_a_job_that_grew_until_it_died_gets_the_cause_and_not_more_memory(tmp_path, growth, by, more, is_growth, said):
+    found = diagnose(make_run(tmp_path, growth, state="out_of_memory", by=by, **more).path)
+    assert (found.oom, found.cause) == (True, "growth" if is_growth else "out_of_memory")
+    facts = "fold_1: attempt 3, a peak of 598.0 MiB, a limit of 600.0 MiB."
+    assert sorted(found.notes) == sorted(filter(None, (facts, said and f"fold_1: {said}")))
+    titles = [one.title for one in list_remedies(found)]
+    assert any(title.startswith("give the job ") for title in titles) != is_growth
+    assert titles[0].startswith("go on from its newest checkpoint, with the same memory") == is_growth
+    assert found.where.get("rank") == (1 if is_growth and growth else None)
+    assert found.confidence == ("likely" if is_growth else "proved")
 
 
-def test_growth_of_a_device_is_named_and_a_limit_that_is_not_known_is_not(tmp_path):
-    ends = write_series(tmp_path, rising(0), device=300 * MIB)
-    assert explain_growth(tmp_path, ends, 0).startswith(
-        "memory of GPU-1 grows by 300.0 MiB an epoch, up to 2.05 GiB; more"
-    )
+def test_growth_that_was_told_of_a_job_that_lived_is_a_note(tmp_path):
+    assert diagnose(make_run(tmp_path).path).notes == ()
+    assert diagnose(make_run(tmp_path, TOLD).path).notes == (f"fold_1: {TOLD.text}",)
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_the_workloads_own_runs_raise_no_alarm(tmp_path, name):
+def test_the_workloads_own_runs_raise_no_alarm(name):
     """Runs of the workloads' own configs: the samples of each job and the ends of its epochs, as they were measured."""
-    series = SeriesWriter(tmp_path / "memory.jsonl")
-    for time, size in RECORDED[name]["samples"]:
-        series.append(Sample(time, 1, size, 0, size, size, "train", {}, size))
-    series.close()
-    ends = RECORDED[name]["ends"]
-    assert len(ends) >= 6
-    for seen in range(6, len(ends) + 1):
-        assert explain_growth(tmp_path, ends[:seen], 4096 * MIB) == ""
+    samples, ends = RECORDED[name]["samples"], RECORDED[name]["ends"]
+    begin, seconds = samples[0][0], (ends[-1] - samples[0][0]) / len(ends)
+    levels = [Level(time, time - begin, sum(end < time for end in ends), size, size) for time, size in samples]
+    for seen in range(16, len(levels) + 1):
+        assert find_growth(levels[:seen], 4096 * MIB, epoch_steps=round(seconds), steps=round(ends[-1] - begin)) is None
 
 
-def make_run(tmp_path, sizes, *, state="completed"):
-    run = RunDir.create(tmp_path / "runs", "made", "0123abcd" * 8)
-    folder = run.job_dir("fold_1")
-    ends = write_series(folder, sizes)
-    record = {"state": state, "exit_code": 0, "phase": "train", "cause": "", "attempt": 1, "peak_bytes": MIB}
-    (folder / "outcome.json").write_text(json.dumps(record))
-    (folder / "out.log").write_text("hello\n")
-    limit = {"name": "cap", "source": "--limit", "limit_bytes": 2048 * MIB}
-    budget = {"binding": limit, "limits": [limit], "headroom_bytes": 0, "reserve_bytes": 0, "promise": "none"}
-    lines = [{"time": 1.0, "kind": "budget", **budget}]
-    lines += [{"time": end, "job": "fold_1", "kind": "epoch", "epoch": at} for at, end in enumerate(ends, 1)]
-    (run.events_dir / "host-1-1.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return run
+def lines(text, number=35):
+    places = ({"at": at, "step": 10 * at, "epoch": at // 30, "part": 10 * (at % 30)} for at in range(1, number + 1))
+    return [text.format(size=3 + 0.12 * one["at"], mib=3000 + 123 * one["at"], **one) for one in places]
 
 
-def test_diagnose_names_growth_although_the_job_completed(tmp_path):
-    run = make_run(tmp_path, rising(50))
-    notes = diagnose(run.path).notes
-    assert len(notes) == 1 and notes[0].startswith("fold_1: host memory grows by 50.0 MiB an epoch")
-    assert "in 14 epochs, about 2m" in notes[0]
-    assert diagnose(make_run(tmp_path, rising(0)).path).notes == ()
+STEP, BAR = "step {step} loss 0.1 memory {size:.2f} GiB", "Epoch {epoch}:  5%|# | {part}/300 [00:10<01:00, mem={mib}M]"
+RISE = "grew by 12.3 MiB a step, up to"
+
+
+@pytest.mark.parametrize(
+    ("log", "cause", "said"),
+    [
+        ([*lines(STEP.replace("memory", "gpu memory")), OOM], "growth", f"gpu memory {RISE} 7.20 GiB. More memory puts"),
+        ([*lines(STEP, 20), KILL], "growth", f"memory {RISE} 5.40 GiB"),
+        ([*lines(" {at}%|# | {step}/1000 [00:10<1:00, 2it/s]\n{{'loss': 0.5, 'cpu_mem': '{mib} MB'}}"), KILL], "growth",
+         f"cpu_mem {RISE} 7.13 GiB"),
+        ([*lines(BAR, 29), KILL], "out_of_memory", ""),  # a cache of its data may fill in the first epoch
+        ([*lines(BAR, 59), KILL], "growth", f"mem {RISE} 10.02 GiB"),
+        (lines(STEP), "unknown", f"memory {RISE} 7.20 GiB so far; it may level off."),
+        (lines(STEP, 20), "unknown", ""),
+        ([*lines(STEP.replace("memory", "max memory")), OOM], "out_of_memory", ""),
+        ([*lines(STEP.replace("memory", "params:")), KILL], "out_of_memory", ""),
+        ([*lines("step {step} memory 7.2 GiB"), KILL], "out_of_memory", ""),
+        ([*lines(STEP.replace("memory", "rss")), OOM], "out_of_memory", f"rss {RISE} 7.20 GiB so far"),
+        ([*lines(f"step {{at}} {'lr 0.001 ' * 10} memory {{mib}}MB", 4000), KILL], "growth", "memory grew by 123.0 MiB a step"),
+    ],
+)  # fmt: skip
+def test_a_log_that_shows_its_memory_by_the_step_tells_growth(tmp_path, log, cause, said):
+    (tmp_path / "job.log").write_text("\n".join(log) + "\n")
+    found = diagnose(tmp_path / "job.log")
+    assert found.cause == cause and len(found.notes) == bool(said)
+    assert found.notes[0].startswith(f"the log's {said}") if said else True
 
 
 @pytest.mark.proves("C-02")
 def test_the_owners_of_the_largest_tensors_are_named_from_the_flight_record(tmp_path):
-    run = make_run(tmp_path, rising(0))
+    run = make_run(tmp_path)
     large = {
         "owner": "optimizer exp_avg fc.weight",
         "device": "cuda:0",
@@ -136,29 +163,19 @@ def test_the_owners_of_the_largest_tensors_are_named_from_the_flight_record(tmp_
      b'{"tensors": "' + b"x" * (17 << 20) + b'"}'],
 )  # fmt: skip
 def test_a_flight_record_of_another_shape_or_size_is_passed_over_with_a_word(tmp_path, capsys, content):
-    run = make_run(tmp_path, rising(0))
+    run = make_run(tmp_path)
     (run.job_dir("fold_1") / "oom_1.json").write_bytes(content)
     assert diagnose(run.path).notes == ()
     assert "passed over: " in capsys.readouterr().err
 
 
-def test_samples_of_other_types_are_left_out_of_a_series(tmp_path):
-    ends = write_series(tmp_path, rising(50))
-    path = tmp_path / "memory.jsonl"
-    line = json.loads(path.read_text().splitlines()[0])
-    path.write_text(
-        json.dumps(line | {"time": "noon"}) + "\n" + json.dumps(line | {"peak_bytes": None}) + "\n" + path.read_text()
-    )
-    assert explain_growth(tmp_path, ends, 0).startswith("host memory grows by 50.0 MiB an epoch")
-
-
-@pytest.mark.slow
-def test_a_training_that_keeps_its_graphs_is_named_without_recorded_epochs(tmp_path):
-    script = tmp_path / "leak.py"
-    script.write_text(LEAK)
-    words = ["run", "--quiet", "--limit", "450MiB", "--runs-dir", "runs", "--", sys.executable, "leak.py"]
-    subprocess.run(
-        [sys.executable, "-m", "memfit", *words], cwd=tmp_path, capture_output=True, timeout=120, check=False
-    )
-    *_, note = diagnose(RunDir.all(tmp_path / "runs", "leak")[0].path).notes
-    assert note.startswith("cmd_0001: host memory grows by") and "a loss summed with its graph" in note
+@pytest.mark.long
+def test_a_rank_that_keeps_what_it_allocates_is_named_while_it_runs_and_when_it_is_dead(tmp_path):
+    (tmp_path / "leak.py").write_text(LEAK)
+    words = ["run", "--limit", "700MiB", "--nproc", "2", "--", sys.executable, "leak.py"]
+    command = [sys.executable, "-m", "memfit", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    said = re.findall("cmd_0001: .* grows so far by .*", done.stdout + done.stderr)
+    assert len(said) == 2, "while it ran, and in its summary"
+    found = diagnose(RunDir.all(tmp_path / "runs", "leak")[0].path)
+    assert found.cause == "growth" and re.match(r"cmd_0001: .* grew by .* a second \(", found.notes[0])

@@ -88,6 +88,7 @@ def test_an_out_of_memory_is_told_at_once_and_progress_now_and_then(tmp_path, se
     with (run_dir.events_dir / "an-older-memfit-1.jsonl").open("w") as file:  # it masked nothing
         file.write('{"time": 1, "job": "fold_1", "kind": "death", "text": "fold_1 said: s3cret-a"}\n')
     events.write("oom", text="fold_1 is out of device memory")
+    events.write("growth", job="fold_1", text="fold_1: it grows by 8.0 MiB a step")
     for epoch in (1, 2, 3):
         events.write("epoch", job="fold_1", epoch=epoch, text=f"fold_1 epoch {epoch}/3")
     end = time.monotonic() + 60
@@ -97,7 +98,8 @@ def test_an_out_of_memory_is_told_at_once_and_progress_now_and_then(tmp_path, se
     events.close()
     told = "".join(service.sent)
     assert "fold_1 said: ***" in told and "s3cret-a" not in told
-    assert "fold_1 is out of device memory" in told and "earlier start" not in told
+    assert "fold_1 is out of device memory" in told and "fold_1: it grows by 8.0 MiB a step" in told
+    assert "earlier start" not in told
     assert "epoch 1/3" not in told and told.count("epoch 3/3") == 2  # once as progress, once at the end
 
 

@@ -15,7 +15,9 @@ DEVICE = "device"
 FAULT = "its own fault is not tried again"
 SAVED = {"started": 5.0, "checkpointed": 6.0}
 ON_GPU = {"evidence": {"place": "device"}, "footprint": Footprint(1, device_bytes={"a": 300 * MIB, "b": 100 * MIB})}
-ON_HOST = {"evidence": {"place": "host"}}
+GREW = {"evidence": {"place": "host", "ran_out_by": "growth"}}
+GOES_ON = "it grew to 500.0 MiB; it goes on from its checkpoint with the same memory"
+ON_HOST = {"evidence": {"place": "host", "ran_out_by": "size"}}
 HAD = {HOST: 400 * MIB, DEVICE: 200 * MIB}
 ALONE = {HOST: 1000 * MIB, DEVICE: 800 * MIB}
 #: Others hold most of the host.
@@ -69,6 +71,17 @@ def beside(size, said="it gave way to other jobs"):
         ("failed", {"evidence": {"place": "device"}}, FAULT),
         ("completed", {"wants_more": True, "was_given_up": True}, "it completed"),
         ("out_of_memory", {"was_given_up": True, "is_stopping": True}, "it had the whole budget to itself"),
+        # One that grew goes on with what it had, also if it had all there is; not without a checkpoint of its own.
+        ("out_of_memory", {**GREW, **SAVED, "peak_bytes": 500 * MIB}, more(500 * MIB, said=GOES_ON)),
+        ("out_of_memory", {**GREW, **SAVED, "peak_bytes": 500 * MIB, "asked": True, "was_given_up": True,
+         "gave_way": True, "alone": {HOST: 400 * MIB}}, more(400 * MIB, said=GOES_ON)),
+        ("failed", {**GREW, **SAVED, "peak_bytes": 500 * MIB, "wants_more": True}, more(500 * MIB, said=GOES_ON)),
+        ("failed", {**GREW, **SAVED}, FAULT),
+        ("out_of_memory", {**GREW, **SAVED, "asked": True}, "its end was asked for"),
+        ("out_of_memory", {**GREW, **SAVED, "is_stopping": True, "was_given_up": True}, "the run was asked to stop"),
+        ("out_of_memory", {**GREW, **SAVED, "restarts": Counter(retry=2)}, "it was restarted 2 times already (retries)"),
+        ("out_of_memory", {**GREW, "started": 5.0, "checkpointed": 5.0, "peak_bytes": 500 * MIB},
+         "it grew to 500.0 MiB, and more memory would not mend that: it saved nothing to go on from"),
         ("preempted", {"is_stopping": True, "gave_way": True}, "the run was asked to stop"),
         ("completed", {"gave_way": True}, "it completed"),
         # It gave way: it comes again whatever it answered, and needs its peak or its forecast if one is known.

@@ -85,6 +85,9 @@ def test_a_short_spike_between_two_samples_is_in_the_peak(child):
     after = meter.sample()
     assert after.private_bytes < before.private_bytes + 20 * MIB
     assert 195 * MIB < after.peak_bytes - before.private_bytes < 220 * MIB
+    own, peak = meter.own_bytes(meter.pids)
+    assert abs(own - after.private_bytes) < MIB and 195 * MIB < peak - own < 220 * MIB
+    assert after.low_bytes <= after.private_bytes <= after.resident_bytes + MIB < after.reserved_bytes
     footprint = meter.footprint()
     assert footprint.private_bytes == after.peak_bytes
     parts = footprint.parts

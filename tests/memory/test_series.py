@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from memfit.errors import DamagedError
-from memfit.memory import Sample, SeriesWriter, read_series
+from memfit.memory import Course, Sample, SeriesWriter, read_series
 
 
 def sample(index: int, phase: str = "train") -> Sample:
@@ -40,7 +40,7 @@ def test_a_sample_is_in_the_file_before_the_writer_is_closed(tmp_path):
     series.close()
 
 
-def test_between_two_lines_lies_a_second_or_a_change_of_the_phase_and_the_next_line_holds_the_peak(tmp_path):
+def test_between_two_lines_lies_half_a_second_or_a_change_of_the_phase_and_the_next_line_holds_the_peak(tmp_path):
     path = tmp_path / "memory.jsonl"
     told = [
         (0.0, "load", 1),
@@ -48,10 +48,39 @@ def test_between_two_lines_lies_a_second_or_a_change_of_the_phase_and_the_next_l
         (0.2, "load", 2),
         (0.3, "train", 3),
         (0.4, "train", 4),
-        (1.3, "train", 5),
+        (0.8, "train", 5),
     ]
     write(path, [Sample(time, 1, 0, 0, 0, 0, phase, peak_bytes=peak) for time, phase, peak in told])
-    assert [(one.time, one.peak_bytes) for one in read_series(path)] == [(0.0, 1), (0.3, 9), (1.3, 5)]
+    assert [(one.time, one.peak_bytes) for one in read_series(path)] == [(0.0, 1), (0.3, 9), (0.8, 5)]
+
+
+@pytest.mark.parametrize("max_lines", [8192, 16])
+def test_each_line_holds_the_lowest_sizes_of_its_phase_since_the_line_before_also_once_thinned(tmp_path, max_lines):
+    series = SeriesWriter(tmp_path / "memory.jsonl", max_lines=max_lines)
+    for number in range(1, 201):
+        phase, size = "train" if number % 100 < 90 else "validate", 3 if number == 42 else 100 + number
+        more = {"step": float(number), "ranks": {"1": size + 1}, "allocated_bytes": {"GPU-a": size + 2}}
+        one = Sample(1e9 + number / 10, 1, size, 0, 0, 0, phase, peak_bytes=9, low_bytes=size, **more)
+        series.append(one)
+    series.close()
+    lines = read_series(tmp_path / "memory.jsonl")
+    low = next(one for one in lines if one.low_bytes == 3)
+    assert (low.step, low.ranks, low.allocated_bytes, low.phase) == (42.0, {"1": 4}, {"GPU-a": 5}, "train")
+    assert all(one.low_bytes >= 190 for one in lines if one.phase == "validate")
+    course = Course()
+    for one in lines:
+        course.add(one)
+    assert [one.low for one in course.parts["", ""]] == [one.low_bytes for one in lines if one.phase == "train"]
+    assert min(course.parts["rank 1", ""], key=lambda one: one.low)[1:4] == (42.0, 0, 4)
+    assert min(one.low for one in course.parts["", "GPU-a"]) == 5
+
+
+def test_lines_of_earlier_versions_are_read(tmp_path):
+    write(tmp_path / "memory.jsonl", [sample(1)])
+    later = ("low_bytes", "resident_bytes", "reserved_bytes", "step", "epoch", "ranks", "allocated_bytes")
+    line = json.loads((tmp_path / "memory.jsonl").read_text())
+    (tmp_path / "memory.jsonl").write_text(json.dumps({name: line[name] for name in line if name not in later}) + "\n")
+    assert read_series(tmp_path / "memory.jsonl") == [sample(1)]
 
 
 def test_a_file_cut_at_any_byte_is_read_up_to_its_last_whole_line_and_continued(tmp_path):

@@ -2,12 +2,13 @@
 
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from memfit.files import write_json
-from memfit.memory import Footprint, PhasePeak, Sample, SeriesWriter
+from memfit.memory import Footprint, Growth, PhasePeak, Sample, SeriesWriter
 from memfit.rundir import RunDir, level_of, scope_of
 from memfit.tuning import Trial, TuneSettings
 
@@ -319,6 +320,22 @@ def with_ranks(made):
         return made
 
     return make
+
+
+@pytest.fixture
+def growing(made):
+    """A fold that grows from 80 MiB, for a minute so far, to its limit of 300 MiB in half a minute more."""
+    growth = Growth("growth", 8.0 * MIB, 7.9 * MIB, 8.1 * MIB, who="rank 1", phase="train", limit_bytes=300 * MIB)
+    made.growth = replace(growth, at=131.0, is_sure=True, at_time=START + 90)
+    made.event(0, "run", state="started")
+    made.admit(1, "fold_1", 1)
+    (made.path / "jobs/fold_1").mkdir()
+    series = SeriesWriter(made.path / "jobs/fold_1/memory.jsonl")
+    for at in range(61):
+        series.append(Sample(START + at, 1, (80 + 2 * at) * MIB, 0, MIB, MIB, "train"))
+    series.close()
+    made.job("fold_1", "running", name="status.json", phase="train", growth=made.growth.to_dict())
+    return made
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def line_by_line(page):
     """Return the text of a page: a line for each row and paragraph, a chart as its label or the values it shows."""
     text = re.sub(r"(?s)^.*<body>|<p class=.note.>Written by.*$", "", page)
     text = re.sub(r'(?s)<svg[^>]*aria-label="(.*?)"(.*?)</svg>', lambda one: _chart(one[1], one[2]), text)
-    text = re.sub(r'<meter value="(.*?)"></meter>', r" (\1)", text.replace("</td><td", "</td> | <td"))
+    text = text.replace("</td><td", "</td> | <td")
     text = re.sub(r"<(h\d|p|tr|pre|div|summary)\b", r"\n<\1", text.replace("</th><th", "</th> | <th"))
     lines = unescape(re.sub(r"<[^>]*>", "", text)).splitlines()
     return "".join(f"{line.strip()}\n" for line in lines if line.strip())

@@ -4,12 +4,12 @@ import io
 import json
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from memfit.memory import Sample, SeriesWriter
-from memfit.reports import LiveRun, Room, describe, read_room, render
+from memfit.reports import LiveRun, Room, describe, read_room, render, summarize, to_text, view_runs, view_summary
 from memfit.rundir import read, read_events
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -375,33 +375,25 @@ def test_above_the_table_of_a_study_stands_how_far_it_is(study):
     assert lines[at + 3] == "running 1", "the time left is that of the study"
 
 
-def test_growth_of_a_running_job_is_said_once_while_it_runs(made):
-    made.job("fold_1", state="running", name="status.json")
-    made.event(1, "admit", "fold_1", num_running=1, why="", reservation_bytes=None)
-    series, shown = SeriesWriter(made.path / "jobs/fold_1/memory.jsonl"), Shown(width=400)
-    tick = shown.live.show(made.run)
-    for epoch in range(1, 9):
-        size = (1000 + 50 * epoch) * MIB
-        series.append(Sample(made.start + 10 * epoch, 1, size, 0, size, size, "train", {}, size))
-        made.event(10 * epoch + 5, "epoch", "fold_1", epoch=epoch, num_epochs=20)
-        shown.live._next = 0.0
-        tick()
-    series.close()
-    shown.live.close()
-    assert shown.file.getvalue().count("fold_1: host memory grows by 50.0 MiB an epoch") == 1
+def test_growth_of_a_running_job_is_said_once_also_to_who_looks_on_later(growing):
+    said = f"fold_1: {growing.growth.text}"
+    for _ in range(2):
+        shown = Shown(width=400)
+        tick = shown.live.show(growing.run)
+        growing.event(1, "growth", "fold_1", text=growing.growth.text)
+        for _ in range(2):
+            shown.live._next = 0.0
+            tick()
+        shown.live.close()
+        assert shown.file.getvalue().count("grows by 8.0 MiB a step") == shown.file.getvalue().count(said) == 1
 
 
-@pytest.mark.parametrize("verbose", [True, False])
-def test_the_log_has_the_memory_of_an_epoch_where_more_is_asked_for(made, verbose):
-    phases = {"train": {"host_bytes": 900 * MIB, "devices": {}}, "validate": {"host_bytes": 800 * MIB, "devices": {}}}
-    told = "; train: host 900.0 MiB (non-reclaimable); validate: host 800.0 MiB (non-reclaimable)"
-    file = io.StringIO()
-    live = LiveRun(Console(file=file, soft_wrap=True), verbose=verbose)
-    live.show(made.run)
-    memory = {"metric": "non_reclaimable", "phases": phases}
-    made.event(1, "epoch", "fold_1", epoch=1, num_epochs=2, memory=memory, text="epoch 1/2  train_loss 2")
-    made.event(2, "epoch", "fold_1", epoch=2, num_epochs=2, memory={"weights": "a lot"}, text="epoch 2/2")
-    live.close()
-    first, second = file.getvalue().splitlines()[1:]
-    assert first.partition("  ")[2] == "epoch 1/2  train_loss 2" + (told if verbose else "")
-    assert second.partition("  ")[2] == "epoch 2/2"
+def test_growth_is_told_in_the_list_of_runs_in_the_summary_and_in_json(growing):
+    view, said = view_of(growing, 60), f"fold_1: {growing.growth.text}"
+    sizes = {"used_bytes": 0, "reserved_bytes": 0}
+    one = SimpleNamespace(run=growing.run, counts={}, problem="", is_live=True, supervisor=7, running=view.running,
+                          to_dict=lambda: sizes)  # fmt: skip
+    for parts in (view_runs([one]), view_summary(view, 80)):
+        to_text(parts, (shown := Shown(width=400)).console)
+        assert shown.file.getvalue().count(said) == 1
+    assert summarize(view)["jobs"][0]["growth"] == growing.growth.to_dict()

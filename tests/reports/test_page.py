@@ -86,7 +86,6 @@ def test_the_page_is_whole_offline_and_small(run: Path) -> None:
     assert "jobs/cmd_0004/err.log" in said, "where its log is"
     assert "--name" not in said
     assert "attempt 2" not in said
-    assert "meter" in page.tags, "a peak beside its reservation"
 
 
 def test_the_page_draws_what_each_attempt_of_a_job_held_when_it_ran(finished) -> None:
@@ -116,6 +115,17 @@ def test_a_script_that_marks_no_phase_is_drawn_by_job(commands) -> None:
     hold(made, "cmd_0002/memory", ("", 0, 20), ("", 20, 20))
     (memory,) = re.findall("<svg.*?</svg>", write_page(made.run, made.path / "page.html").read_text(), re.DOTALL)
     assert re.findall("<title>(.*?)<", memory) == ["cmd_0001", "cmd_0002"]
+
+
+def test_a_job_that_grows_has_its_sentence_and_a_line_to_its_limit(growing) -> None:
+    """It holds 200 MiB after 60 s, and is to meet 300 MiB 30 s later: the line ends where both edges of the chart are."""
+    text = write_page(growing.run, growing.path / "report.html").read_text()
+    assert text.count(f"fold_1: {growing.growth.text}") == 2, "in the facts, and where a pointer shows it"
+    ahead = re.search('<polyline class="curve" points="(.*?)"', text)
+    assert ahead is not None
+    (x, y), (end, top) = (map(float, point.split(",")) for point in ahead[1].split())
+    assert (x - 76) / (end - 76) == pytest.approx(60 / 90, abs=0.01) and end == 944
+    assert (254 - y) / (254 - top) == pytest.approx(200 / 300, abs=0.01)
 
 
 @pytest.mark.proves("S1-46")

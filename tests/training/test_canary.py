@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 from memfit.errors import StoppedError
 from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, CANARY_VARIABLE, canary_folder
 from memfit.training import Loop, Trainer, Unheard, load_checkpoint
+from memfit.units import MIB
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_a_fit_is_its_preflight_a_few_steps_a_save_and_a_few_batches_of_validati
 
 
 @pytest.mark.parametrize("num_batches", [20, 3])
-def test_a_loop_ends_after_the_validation_of_its_script_and_saves_elsewhere(canary, tmp_path, num_batches):
+def test_a_loop_ends_after_the_validation_of_its_script_and_saves_elsewhere(canary, tmp_path, events, num_batches):
     model, seen = torch.nn.Linear(2, 1), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loop = Loop(tmp_path / "long", every=2, allow=("rehearsal",), model=model, optimizer=optimizer)
@@ -60,6 +61,8 @@ def test_a_loop_ends_after_the_validation_of_its_script_and_saves_elsewhere(cana
             seen.append("validation")
     assert seen == ["step"] * min(num_batches, CANARY_STEPS) + ["validation"]
     assert canary()[0] == "train" and {"checkpoint", "validate"} <= {*canary()}
+    assert len(heaps := [one["heap_bytes"] for one in events("step")]) == min(num_batches, CANARY_STEPS)
+    assert min(heaps) > MIB
     assert not (tmp_path / "long").exists()
     assert list(canary_folder(tmp_path / "long").glob("step-*/SEAL.json"))
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from memfit.diagnosis._remedies import list_remedies as list_remedies
     from memfit.diagnosis._remedy_table import REMEDIES as REMEDIES
     from memfit.diagnosis._remedy_table import Remedy as Remedy
-    from memfit.diagnosis._runs import explain_growth as explain_growth
     from memfit.diagnosis._sacct import parse_sacct as parse_sacct
     from memfit.diagnosis._signatures import SIGNATURES as SIGNATURES
     from memfit.diagnosis._text import read_streams as read_streams

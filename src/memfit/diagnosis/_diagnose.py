@@ -12,6 +12,7 @@ from typing import Any
 
 from memfit.diagnosis._figures import NOTICEABLE, Figures
 from memfit.diagnosis._find import find_signs
+from memfit.diagnosis._grown import find_growth_in
 from memfit.diagnosis._mention import events, is_quoted
 from memfit.diagnosis._phase import JobPhase, find_phase
 from memfit.diagnosis._pod import read_pods
@@ -109,11 +110,10 @@ def diagnose(
     signs = witnesses.signs if sacct or accounting or kernel_log else ()  # the table knows the logs' own lines
     witnesses = replace(witnesses, signs=(*signs, *pods, *(sign for one in runs for sign in one.signs)))
     found = _diagnose(streams, witnesses, judge_checkpoints(files))
+    found = found if runs else find_growth_in(found, streams)
     for run in runs:
         found = run.add_facts(found)
-    # Without recorded epochs only a training whose counters rose is looked at: loading data grows too.
-    by_time = found.oom and found.phase == "train" and any(one.what == "last progress" for one in found.timeline)
-    told = (mask(note) for one in runs for note in one.notes(by_time=by_time))
+    told = (mask(note) for one in runs for note in one.notes())
     return replace(found, notes=(*found.notes, *told)[:_MOST_NOTES])
 
 

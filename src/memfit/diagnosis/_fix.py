@@ -148,7 +148,8 @@ class _Fixer:
             why = "it was submitted with another request; the accounting is what was in force"
             yield Check("memory", "warning", said, why, "", "accounting")
         given = [one for one in self.script.given if one.key in MEMORY_OPTIONS]
-        is_limit, why = self.diagnosis.kind == "host_cgroup", self.job.no_single_limit
+        is_limit = self.diagnosis.kind == "host_cgroup" and self.diagnosis.cause != "growth"
+        why = self.job.no_single_limit
         if is_limit and why:
             yield Check("memory", "problem", why, "", "raise the request of the step that the log names")
             return

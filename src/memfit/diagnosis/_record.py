@@ -22,6 +22,7 @@ _WORDS = {
     "host_alloc": "refused host memory",
     "pinned": "refused pinned host memory",
     "other_accelerator": "out of the accelerator's memory",
+    "growth": "grew until its memory ran out",
     "killed": "killed by SIGKILL; its sender is unknown",
     "exit_status": "ended by itself, with an exit status that is an error",
     "rank_lost": "a rank was lost, and its group began again",

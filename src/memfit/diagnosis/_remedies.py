@@ -49,6 +49,8 @@ def _list(diagnosis: Diagnosis, job: Job) -> Iterable[Remedy]:
         return [more, row("resume", how=how)]
     if "memfit" in diagnosis.whom and diagnosis.cause in ("preempted", "node_fail", "cancelled"):
         return [row("continue")]
+    if diagnosis.cause == "growth":
+        return REMEDIES["growth"]
     if kind == "none" or diagnosis.cause == "killed":
         return BY_EMITTER.get(diagnosis.emitter) or REMEDIES.get(diagnosis.cause, ())
     if kind in DEVICES:

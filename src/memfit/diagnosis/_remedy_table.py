@@ -129,6 +129,12 @@ REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
         _R("raise the limit of locked memory", "ulimit -l unlimited", "Only if ulimit -l shows a limit.",
            "a few per cent", "-windows"),
     ),
+    "growth": (
+        _R("go on from its newest checkpoint, with the same memory", "memfit resume RUN, or the same command",
+           "A new process begins as small as the first one did. More memory only delays its end.", "none"),
+        _R("find what is kept from step to step", "loss.item() where a loss is summed with its graph; outputs kept in "
+           "a list; a cache without a bound", "It ends what grows.", "none"),
+    ),
     "killed": (
         _R(_WHO, "sacct -j JOBID --format=JobID,State,ExitCode,MaxRSS,ReqMem",
            "A log does not name the sender of a SIGKILL; the accounting may.", whom="slurm"),

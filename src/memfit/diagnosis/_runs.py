@@ -5,29 +5,26 @@ from __future__ import annotations
 import errno
 import functools
 import json
-import math
 import os
 import re
 import sys
 import zipfile
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
-from statistics import linear_regression, pvariance
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
+from memfit.diagnosis._grown import add_growth, explain_growth
 from memfit.diagnosis._record import Diagnosis
 from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._text import Line, Stream, read_streams
 from memfit.errors import DamagedError, PeerFailedError, UsageError
 from memfit.files import check_owner, fits, open_own, open_regular, pass_over, read_json
 from memfit.masking import mask
-from memfit.memory import read_series
 from memfit.rundir import OUTCOME, STATUS, EventTail, JobState, RunDir, RunState, read, read_status_file
-from memfit.units import format_bytes, format_count, format_duration, list_some, natural_order
+from memfit.units import format_bytes, format_count, list_some, natural_order
 
 T = TypeVar("T")
 #: Files of a folder that are logs.
@@ -36,8 +33,11 @@ _SIGKILL, _SHELLS_SIGKILL = -9, 137  # as Python counts, and as a shell or srun 
 _NONE = type(None)
 _COUNTS = ({"own": (int, _NONE), "above": ({str: int}, _NONE)}, _NONE)
 #: The fields of a status's evidence that are read; evidence with other types is passed over.
-_EVIDENCE = {"oom_kills": ({"before": _COUNTS, "after": _COUNTS}, _NONE), "rank": (int, _NONE)}
-_EVIDENCE |= dict.fromkeys(("wall_bytes", "data_limit_bytes"), (int, _NONE))
+_EVIDENCE = {"oom_kills": ({"before": _COUNTS, "after": _COUNTS}, _NONE), "ran_out_by": (str, _NONE)}
+_EVIDENCE |= dict.fromkeys(("wall_bytes", "data_limit_bytes", "rank"), (int, _NONE))
+#: What of a growth is read that was told while the job ran.
+_GROWTH: dict[str, Any] = {"kind": frozenset({"growth"}), **dict.fromkeys(("slope", "least", "most"), float)}
+_GROWTH |= dict.fromkeys(("who", "unit", "phase"), str)
 #: States under another heading, and those under their own.
 _STATES = {"completed": "success", "timeout": "walltime"}
 _STATES |= {name: name for name in ("preempted", "cancelled", "node_fail")}
@@ -49,11 +49,6 @@ _KEPT = {"phase": str, "rank": int, "pids": [int]}  # what is read of them
 #: The phase of a rank's places, where it is not the training.
 _PHASES = {"begin": "build", "load": "build", "save": "checkpoint", "sealed": "checkpoint", "validate": "validate"}
 
-_LEAST_EPOCHS, _LEAST_SHARE, _LEAST_ERRORS = 5, 0.01, 3.0
-_CAUSES = (
-    "more memory only delays its end; usual causes: a loss summed with its graph (add loss.item()), outputs kept in a "
-    "list, a cache without a bound"
-)
 _LARGEST = {"owner": str, "shape": [int], "dtype": str, "count": int, "bytes": int}
 #: What is read of a flight record of ``memfit.training``; a part that it could not read is a text.
 _FLIGHT = {"tensors": ({"tensors_bytes": {str: int}, "largest": [_LARGEST]}, str)}
@@ -108,6 +103,13 @@ class Run:
         ]
         notes = [mask(f"{job.name}: {', '.join(filter(None, told))}.")] if any(told) else []
         sizes = {"used": used, "limit": limit} if found.kind.startswith("host") else {}
+        grown, by = fits(job.growth, _GROWTH), _evidence_of(job.evidence).get("ran_out_by")
+        has_grown = by == "growth" or (grown and not by)
+        if grown and job.growth["unit"] == "second":  # loading data grows too: its log must show steps
+            has_grown = found.phase == "train" and any(one.what == "last progress" for one in found.timeline)
+        if found.oom and not found.recovered and has_grown:
+            text = explain_growth(job.growth) if grown else "its memory grew evenly"
+            found = add_growth(found, f"{job.name}: {text} until it met its limit", str(job.growth.get("who")))
         return replace(
             found,
             where=found.where | {name: one for name, one in _place_of(job).items() if found.where.get(name) is None},
@@ -116,8 +118,8 @@ class Run:
             whom=(*found.whom, *("memfit" for _ in notes)),
         )
 
-    def notes(self, *, by_time: bool) -> Iterator[str]:
-        """Yield which ranks were lost, what grew (``by_time``: also without epochs), and what filled a memory."""
+    def notes(self) -> Iterator[str]:
+        """Yield which ranks were lost, what grows in jobs that did not die of it, and what filled a memory."""
         lost: defaultdict[str, list[str]] = defaultdict(list)
         for one in self.signs:
             if one.name == "rank_lost":
@@ -127,12 +129,10 @@ class Run:
             times = "once" if len(texts) == 1 else f"{len(texts)} times"
             again = f"The group began again {times}{', and the job completed' if job in done else ''}."
             yield f"{job}: {list_some(texts)}; errors of other ranks follow from that. {again}"
-        state = self.state
-        limit = state.budget["binding"]["limit_bytes"] if state and state.budget else 0
         for folder in self.folders:
-            ends = state.jobs[folder.name].epoch_ends if state and folder.name in state.jobs else ()
-            if grown := explain_growth(folder, ends, limit, by_time=by_time):
-                yield f"{folder.name}: {grown}."
+            known = self.state.jobs.get(folder.name) if self.state else None
+            if known and (known.state != "out_of_memory" or not fits(known.growth, _GROWTH)) and "text" in known.growth:
+                yield f"{known.name}: {known.growth['text']}"
             record = _newest(folder, "oom_*.json")
             found = record and read_or_say(lambda one: read_json(one, _FLIGHT, most_bytes=16 << 20), record)
             if record and found and not isinstance(tensors := found["tensors"], str):
@@ -334,57 +334,6 @@ def _judge(
 
 def _newest(folder: Path, pattern: str) -> Path | None:
     return max(folder.glob(pattern), key=lambda one: one.lstat().st_mtime, default=None)
-
-
-def explain_growth(job_dir: Path, ends: Sequence[float], limit_bytes: int, *, by_time: bool = False) -> str:
-    """Return what grows in a job's newest attempt, and when it meets the limit (0: not known); empty if nothing does.
-
-    ``ends`` are its epochs' in Unix seconds; without them, ``by_time`` looks at ten equal pieces of its time.
-    """
-    path = _newest(job_dir, "memory*.jsonl")
-    samples = path and read_or_say(read_series, path)
-    if not samples:
-        return ""
-    times = [one.time for one in samples]
-    ends, seconds, unit = [end for end in ends if end >= times[0]], times[-1] - times[0], "an epoch"
-    if not ends and by_time:
-        pieces = min(len(samples), 10)
-        ends, unit = [times[0] + seconds * at / pieces for at in range(pieces + 1)], f"in {seconds / pieces:.1f} s"
-    places = [*enumerate(pairwise(bisect_right(times, end) for end in ends))]
-    series = {"host memory": [max(one.peak_bytes, one.private_bytes) for one in samples]}
-    for device in samples[-1].device_bytes:
-        series[f"memory of {device}"] = [one.device_bytes.get(device, 0) for one in samples]
-    for name, sizes in series.items():
-        points = [(at, max(sizes[i:j])) for at, (i, j) in places if i < j]
-        if slope := find_growth(points):
-            now = points[-1][1]
-            said = f"{name} grows by {format_bytes(int(slope))} {unit}, up to {format_bytes(now)}"
-            if unit == "an epoch" and name == "host memory" and limit_bytes > now:
-                left = (limit_bytes - now) / slope
-                time = format_duration(left * (ends[-1] - ends[0]) / (len(ends) - 1), short=True)
-                epochs = format_count(round(left), "epoch")
-                said += f"; it meets the limit of {format_bytes(limit_bytes)} in {epochs}, about {time}"
-            return f"{said}; {_CAUSES}"
-    return ""
-
-
-def find_growth(points: Sequence[tuple[float, float]]) -> float:
-    """Return by how much a series of (epoch, size) rises an epoch; 0 if that is not sure.
-
-    The slope must exceed 1 % of the peak and three times its standard error, and the newer half must rise as well.
-
-    >>> find_growth([*enumerate([10, 20, 30, 40, 50])]), find_growth([*enumerate([10, 30, 50, 50, 50, 50])])
-    (10.0, 0.0)
-    """
-    if len(points) < _LEAST_EPOCHS:
-        return 0.0
-    at, sizes = zip(*points, strict=True)
-    slope, start = linear_regression(at, sizes)
-    spread = (len(at) - 2) * len(at) * pvariance(at)
-    error = math.sqrt(sum((size - start - slope * one) ** 2 for one, size in points) / spread)
-    half, least = len(at) // 2, _LEAST_SHARE * max(sizes)
-    newest = linear_regression(at[half:], sizes[half:]).slope
-    return slope if slope > max(least, _LEAST_ERRORS * error) and newest > least else 0.0
 
 
 class Checkpoint(NamedTuple):

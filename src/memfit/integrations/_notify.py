@@ -28,7 +28,7 @@ _PAUSES = (2.0, 10.0)  # before a message is sent again
 _MOST_WAITING = 20
 _MOST_TEXT = 1500
 #: What is told at once, by the event's kind. Epochs are told now and then.
-_AT_ONCE = frozenset({"oom", "give_up", "skip", "batch_changed", "death", "fail"})
+_AT_ONCE = frozenset({"oom", "give_up", "skip", "batch_changed", "death", "fail", "growth"})
 _SEND = """
 import json, sys
 import apprise

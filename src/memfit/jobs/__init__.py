@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from memfit.jobs._fork import leave as leave
     from memfit.jobs._fork import own_threads as own_threads
     from memfit.jobs._fork import thread_env as thread_env
+    from memfit.jobs._growing import Growing as Growing
     from memfit.jobs._job import Backend as Backend
     from memfit.jobs._job import Enforcer as Enforcer
     from memfit.jobs._job import Job as Job

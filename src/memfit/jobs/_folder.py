@@ -87,6 +87,12 @@ def device_env(
     return found | dict.fromkeys(ALLOCATOR_VARIABLES, f"{own}{own and ','}{_FRACTION}:{fraction:.4f}")
 
 
+def device_share(env: Mapping[str, Any]) -> float:
+    """Return which share of each device `device_env` lets the torch of a process take."""
+    found = re.search(rf"{_FRACTION}:([0-9.]+)", str([env.get(name) for name in ALLOCATOR_VARIABLES]))
+    return float(found[1]) if found else 1.0
+
+
 def _knows_fraction(job: Job) -> bool:
     """Return True if the job will load the torch beside this interpreter, and that knows the fraction."""
     if job.command:

@@ -16,6 +16,8 @@ from typing import Any
 
 from memfit.errors import DamagedError
 from memfit.files import fits, until_next_look
+from memfit.jobs._folder import device_share
+from memfit.jobs._growing import Growing
 from memfit.memory import (
     HOST,
     Footprint,
@@ -34,6 +36,7 @@ from memfit.rundir import (
     Beat,
     Event,
     EventTail,
+    EventWriter,
     JobStatus,
     RunDir,
     event_time,
@@ -73,6 +76,9 @@ class Monitor:
     _tails: dict[Path, EventTail] = field(default_factory=dict)
     #: What torch holds in each process, now and at its peak, by event file and device.
     _reports: dict[tuple[Path, str], tuple[int, int]] = field(default_factory=dict)
+    _allocated: dict[tuple[Path, str], int] = field(default_factory=dict)  # the same, what its tensors take now
+    growing: Growing = field(default_factory=Growing)
+    _rank_pids: dict[int, set[int]] = field(default_factory=dict)
     _rank_peaks: Sizes = field(default_factory=Counter)
     _looked: float = 0.0
     _settled: Sizes = field(default_factory=Counter)
@@ -119,10 +125,46 @@ class Monitor:
         self.sample = sample
         if self.series is not None:
             with suppress(OSError):  # a full disk costs the samples, not the job
-                self.series.append(sample)
+                line = self.series.append(self._placed(sample))
+                if line is not None and self.growing.look(line, self._limits):
+                    self._tell_growth()
         sizes = Counter({HOST: sample.peak_bytes, **self.device_used_bytes()})
         if any(size > _GROWN * self._settled[place] for place, size in sizes.items()):
             self._settled, self._grown_at = self._settled | sizes, time.monotonic()
+
+    def _placed(self, sample: Sample) -> Sample:
+        """Return a sample with the step that the job is at, and what each rank and the tensors on each device take."""
+        step, epoch = self.growing.steps.at(sample.time)
+        own = {str(rank): self.meter.own_bytes(pids) for rank, pids in self._rank_pids.items()}
+        self._rank_peaks |= {rank: peak for rank, (_, peak) in own.items()}
+        ranks = {rank: low for rank, (low, _) in own.items()}
+        allocated, alive = Counter[str](), {str(pid) for pid in self.meter.pids} if self._allocated else set()
+        for (path, uuid), size in self._allocated.items():
+            allocated[uuid] += size * (_pid_of(path) in alive)
+        sample = replace(sample, step=step, epoch=epoch, ranks=ranks if len(ranks) > 1 else {})
+        return replace(sample, device_bytes=self.device_used_bytes(), allocated_bytes=dict(allocated))
+
+    def _limits(self) -> dict[str, int]:
+        """Return what it can hold on the host and on each device, as long as others keep what they hold."""
+        from memfit.memory import Budget  # not needed by a job that ends soon
+
+        budget, own = Budget.read(), self.sample.private_bytes if self.sample and self.meter.pids else 0
+        rooms = [budget.headroom_bytes + own]
+        if self.group is not None and (run := JobGroup(self.group.path.parent, self.group.version).state()):
+            rooms.append(run.wall_bytes - run.used_bytes + (self.state.used_bytes if self.state else own))
+        elif self.job.get("data_limit_bytes"):
+            rooms.append(self.job["data_limit_bytes"])
+        share = device_share(self.job["env"])
+        return {HOST: min(rooms), **{one.uuid: round(share * one.total_bytes) for one in budget.devices}}
+
+    def _tell_growth(self) -> None:
+        grown = self.growing.told
+        assert grown is not None
+        fields = grown.to_dict()
+        fields |= {"what": fields.pop("kind"), "text": f"{self.known.job_id}: {grown.text}"}
+        events = EventWriter(self.run.events_dir, self.known.job_id)
+        events.write("growth", **fields)
+        events.close()
 
     def look_at_group(self) -> None:
         if self.group is None:
@@ -169,6 +211,8 @@ class Monitor:
                             min(held["bytes"], _MOST_BYTES),
                             min(held["peak_bytes"], _MOST_BYTES),
                         )
+                        if fits(size := held.get("allocated_bytes"), int):
+                            self._allocated[path, uuid] = min(size, _MOST_BYTES)
                 if not record.get("rank"):  # rank 0 tells of the job
                     self._take_in(record)
 
@@ -179,6 +223,8 @@ class Monitor:
         elif kind == "checkpoint":
             self._note_checkpoint(event)
         elif kind in ("step", "epoch", "early_stop"):
+            if kind == "step":
+                self.growing.steps.take(event)
             self.has_trained = kind != "step" and (kind != "epoch" or event.get("epoch") == event.get("num_epochs"))
 
     def _note_checkpoint(self, record: Mapping[str, Any]) -> None:
@@ -244,11 +290,10 @@ class Monitor:
             beats = read_beats(max(folders, key=lambda one: one.stat().st_mtime_ns)) if folders else {}
         own = {rank: one for rank, one in sorted(beats.items()) if one.host == socket.gethostname()}
         for rank, one in own.items():
-            pids = self.meter.below(one.pid)
+            pids = self._rank_pids[rank] = self.meter.below(one.pid)
             pss = sum(self.meter.pss_of.get(pid, 0) for pid in pids)
             held = sum(held for (path, _), (held, _) in self._reports.items() if _pid_of(path) == str(one.pid))
-            self._rank_peaks |= {f"rank {rank}": pss}
-            sizes = {"pss_bytes": pss, "device_bytes": held, "peak_bytes": self._rank_peaks[f"rank {rank}"]}
+            sizes = {"pss_bytes": pss, "device_bytes": held, "peak_bytes": self._rank_peaks[str(rank)]}
             found.append({"rank": rank, "pid": one.pid, "place": one.place, "step": one.step, **sizes})
         return found
 
@@ -265,6 +310,7 @@ class Monitor:
             footprint=footprint if is_measured else None,
             cpu_seconds=round(self.meter.cpu_seconds, 2),
             ranks=self.ranks(),
+            growth=self.growing.told.to_dict() if self.growing.told else {},
         )
 
 

@@ -61,7 +61,8 @@ def spawn(
     enter = partial(_enter, job, group, os.getpid())
 
     def become_function() -> None:
-        enter(ProcReader().data_bytes(os.getpid()))
+        status = ProcReader().status(os.getpid())
+        enter(status.data if status else 0)
         begin_anew(job_dir.name, job["env"])
 
     with ExitStack() as stack:

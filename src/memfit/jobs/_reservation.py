@@ -162,4 +162,4 @@ class Entry:
         self.progress.restarts[again.counts_as] += 1
         self.progress.needed, self.progress.gets_all = {**self.progress.needed, **again.needed}, again.gets_all
         self.reserved, self.expected, self.by_hint, self.wall_bytes = Counter(), Counter(), False, None
-        self.progress.set_aside, self.progress.stalled_since = None, None
+        self.progress.set_aside, self.progress.stalled_since, self.progress.verdict = None, None, None

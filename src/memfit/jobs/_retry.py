@@ -70,6 +70,16 @@ class End:
         """It wrote a checkpoint in this attempt, so that ends from outside before it count no more."""
         return self.traits.is_cluster and _has_saved(self.status)
 
+    @property
+    def is_short(self) -> bool:
+        """It ran out of memory."""
+        return self.status.state == "out_of_memory" or (self.status.state == "failed" and self.status.wants_more)
+
+    @property
+    def has_grown(self) -> bool:
+        """It ran out of memory as one that grows with its steps, and not as one that is too large."""
+        return self.is_short and self.status.evidence.get("ran_out_by") == "growth"
+
 
 _KILLED = (-9, 137)  # how a process that was killed by SIGKILL has ended, by itself and below a shell
 
@@ -82,22 +92,27 @@ def what_follows(end: End) -> Retry | str:
     status, traits, state, num_retries = end.status, end.traits, end.status.state, end.restarts["retry"]
     outside, most = (_OUTSIDE_OF_CLUSTER, _MOST_OF_CLUSTER) if traits.is_cluster else (_OUTSIDE, _MOST_OUTSIDE)
     is_outside, outside_left = state in outside, most - (0 if end.is_forgiven else end.restarts["outside"])
-    is_short = state == "out_of_memory" or (state == "failed" and status.wants_more)
     if state == "completed":
         return "it completed"
-    if end.was_given_up:
+    if end.was_given_up and not end.has_grown:
         return "it had the whole budget to itself"
     if end.is_stopping:
         return "the run was asked to stop"
-    if end.gave_way:  # whatever it answered: memfit asked
+    if end.gave_way and not end.was_given_up:  # whatever it answered: memfit asked
         return Retry("it gave way to other jobs", _needed_beside(end), "aside")
-    if status.asked:
+    if status.asked and not end.was_given_up:
         return "its end was asked for"
     if is_outside and outside_left <= 0:
         return "it was ended from outside memfit again, without a checkpoint in between"
-    if state == "cancelled" or (state == "failed" and not is_short) or (state == "timeout" and not _has_saved(status)):
+    if (
+        state == "cancelled"
+        or (state == "failed" and not end.is_short)
+        or (state == "timeout" and not _has_saved(status))
+    ):
         return "its own fault is not tried again"
-    if is_short:
+    if end.has_grown:
+        return _with_same(end)
+    if end.is_short:
         return _with_more(end)
     if end.retries <= (0 if is_outside else num_retries):
         return _RETRIED.format(format_count(num_retries, "time"))
@@ -108,14 +123,30 @@ def what_follows(end: End) -> Retry | str:
     return Retry(how, counts_as="outside" if is_outside else "retry")
 
 
+def _with_same(end: End) -> Retry | str:
+    """Return how a job that grew until it ran out of memory goes on: more memory would only put its end off."""
+    kind, peak, took = _taken(end)
+    if not _has_saved(end.status):
+        return f"it grew to {format_bytes(peak)}, and more memory would not mend that: it saved nothing to go on from"
+    if end.retries <= (num_retries := end.restarts["retry"]):
+        return _RETRIED.format(format_count(num_retries, "time"))
+    how = f"it grew to {format_bytes(peak)}; it goes on from its checkpoint with the same memory"
+    return Retry(how, {kind: min(took, end.alone.get(kind, took))} if took else {})
+
+
+def _taken(end: End) -> tuple[str, int, int]:
+    """Return where memory ran out, the peak there, and what it had of it."""
+    status, kind, peak = end.status, HOST, end.status.peak_bytes
+    if status.state == "out_of_memory" and status.evidence.get("place") == "device":
+        kind, peak = DEVICE, status.footprint.bytes_per_device if status.footprint else 0
+    return kind, peak, max(peak, min(end.had.get(kind, 0), end.alone.get(kind, 0)))
+
+
 def _with_more(end: End) -> Retry | str:
     """Return how a job that ran out of memory is tried again with more of it, or why it is not."""
     status, num_retries = end.status, end.restarts["retry"]
-    kind, peak = HOST, status.peak_bytes
-    if status.state == "out_of_memory" and status.evidence.get("place") == "device":
-        kind, peak = DEVICE, status.footprint.bytes_per_device if status.footprint else 0
+    kind, peak, took = _taken(end)
     most, now, met = end.alone.get(kind, 0), end.now.get(kind, 0), end.had.get(kind)
-    took = max(peak, min(met or 0, most))
     more = min(round(max(took, end.traits.least_bytes) * _MORE), most)
     if kind == DEVICE and not most:
         return _NO_DEVICE

@@ -125,7 +125,7 @@ class Scheduler:
         status, end = entry.status, self._end_of(entry)
         again = what_follows(end)
         if isinstance(again, str):
-            self._end(entry, again)
+            self._end(entry, again, is_said=end.was_given_up and not end.has_grown)
             return
         number, size = status.attempt + 1, again.needed.get(HOST)
         found = {"state": status.state, "cause": status.cause, "reservation_bytes": size}
@@ -153,10 +153,10 @@ class Scheduler:
             is_stopping=self._stop_level > 0,
         )
 
-    def _end(self, entry: Entry, why_final: str) -> None:
+    def _end(self, entry: Entry, why_final: str, *, is_said: bool) -> None:
         """Record a job's last end, and stop what must not start after it."""
         is_short = entry.status.state == "out_of_memory" and entry.status.evidence.get("place") != "device"
-        if is_short and entry.progress.verdict is None:
+        if is_short and not is_said:
             self._record(entry, Verdict("out_of_memory", f"{entry.status.cause}; {why_final}"))
         self._say_end(entry, why_final=why_final)
         has_failed = entry.status.state not in ("completed", "preempted", "cancelled")

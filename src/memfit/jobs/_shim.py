@@ -224,7 +224,12 @@ class Shim:
             death = outlast(lambda: self._death(monitor, before, returncode, stopped_by))
             state, cause, ended_by = explain_death(death)
             counters = {"before": death.counters_before.to_dict(), "after": death.counters_after.to_dict()}
-            evidence |= {"oom_kills": counters, "place": memory_place(death)}
+            place = memory_place(death)
+            evidence |= {
+                "oom_kills": counters,
+                "place": place,
+                "ran_out_by": monitor.growing.explain(place == "device"),
+            }
             if returncode and (lost := read_lost(self.job_dir)):
                 evidence["rank"], cause = lost["rank"], f"{lost['text']}: {cause}"
         notes = [
@@ -434,6 +439,7 @@ class NodesShim(Shim):
             used_bytes=max(one.used_bytes for one in nodes),
             peak_bytes=max(one.peak_bytes for one in nodes),
             footprint=functools.reduce(Footprint.merge, sizes) if sizes else None,
+            growth=next((one.growth for one in nodes if one.growth), {}),
             node=f"{self.order['num_nodes']} nodes",
         )
 

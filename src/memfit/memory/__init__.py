@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from memfit.memory._footprint import Footprint as Footprint
     from memfit.memory._footprint import PhasePeak as PhasePeak
     from memfit.memory._footprint import Sizes as Sizes
+    from memfit.memory._growth import Course as Course
+    from memfit.memory._growth import Growth as Growth
+    from memfit.memory._growth import Level as Level
+    from memfit.memory._growth import explain_death as explain_death
+    from memfit.memory._growth import find_growth as find_growth
     from memfit.memory._heap import read_heap as read_heap
     from memfit.memory._host import Limit as Limit
     from memfit.memory._host import SharedMemory as SharedMemory

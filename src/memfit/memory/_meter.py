@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -29,7 +29,11 @@ class Sample:
 
     ``private_bytes`` is non-reclaimable, shared pages once; ``peak_bytes`` its peak since the sample before, high-water
     marks included. ``shared_bytes`` are mapped file pages, each once (at least this much). ``rss_bytes`` counts shared
-    pages once per process. ``pss_bytes`` is as of the last sweep; 0 before the first. ``cpu_seconds`` are so far."""
+    pages once per process. ``pss_bytes`` is as of the last sweep; 0 before the first. ``cpu_seconds`` are so far.
+
+    For growth, the lowest since the sample before: ``low_bytes`` of the tree, ``ranks`` of each rank's processes,
+    ``allocated_bytes`` of the tensors on each device. ``resident_bytes`` are RssAnon + RssShmem, ``reserved_bytes``
+    VmData + RssShmem; ``step`` and ``epoch`` are so far, 0 where nobody counts."""
 
     time: float
     num_processes: int
@@ -41,6 +45,25 @@ class Sample:
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     peak_bytes: int = 0
     cpu_seconds: float = 0.0
+    low_bytes: int = 0
+    resident_bytes: int = 0
+    reserved_bytes: int = 0
+    step: float = 0.0
+    epoch: int = 0
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    allocated_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def joined(self, later: Sample) -> Sample:
+        """Return both as one: the later, with the highest peak and, of one phase, the lowest sizes of both."""
+        peak = max(self.peak_bytes, later.peak_bytes)
+        if self.phase != later.phase:
+            return replace(later, peak_bytes=peak)
+        low = min(self, later, key=lambda one: one.low_bytes)
+        ranks = {**self.ranks, **{name: min(held, self.ranks.get(name, held)) for name, held in later.ranks.items()}}
+        before, after = self.allocated_bytes, later.allocated_bytes
+        allocated = {**before, **{name: min(held, before.get(name, held)) for name, held in after.items()}}
+        low = replace(later, low_bytes=low.low_bytes, step=low.step, epoch=low.epoch)
+        return replace(low, peak_bytes=peak, ranks=ranks, allocated_bytes=allocated)
 
 
 class _Paced:
@@ -100,6 +123,8 @@ class TreeMeter:
         self.pids, self.pids_seen = set[int](), self._tree.seen
         self._last: Sample | None = None
         self.pss_of: Mapping[int, int] = {}
+        self._spikes = dict[int, int]()
+        self._own: dict[int, tuple[int, int]] = {}  # PSS without files at the last sweep, and what was resident then
         self._swept_file = self._swept_pss = self._charged_peak = 0
         self._phase, self._phase_since = "", clock()
         self._parts: dict[str, int] = {}
@@ -121,7 +146,8 @@ class TreeMeter:
             parts["other"] = self.floor_bytes - level
             level = self.floor_bytes
         peak = max(level, self._last.private_bytes if self._last else 0)
-        peak += sum(self._spike(pid, *reading) for pid, reading in now.items())
+        self._spikes = {pid: self._spike(pid, *reading) for pid, reading in now.items()}
+        peak += sum(self._spikes.values())
         if self._group is not None and (charged := self._group.charged_peak()):
             self._charged_peak = max(self._charged_peak, charged)
         if self._charged_peak:
@@ -139,6 +165,9 @@ class TreeMeter:
             phase=self._phase,
             device_bytes=self._read_devices(),
             peak_bytes=peak,
+            low_bytes=level,
+            resident_bytes=max(level, sum(_resident(status) for _, status in now.values())),
+            reserved_bytes=max(level, sum(status.data + status.shared_memory for _, status in now.values())),
         )
         self._before = now
         self._last = replace(self._last, cpu_seconds=self.cpu_seconds)
@@ -156,6 +185,14 @@ class TreeMeter:
         while more := {one for one, (stat, _) in self._before.items() if stat.parent in found} - found:
             found |= more
         return found
+
+    def own_bytes(self, pids: Iterable[int]) -> tuple[int, int]:
+        """Return what processes hold, without file pages: by PSS at the last sweep, and what became resident since; and
+        the most since the sample before, by their high-water marks, 0 as long as one of them was never swept."""
+        now = {pid: _resident(self._before[pid][1]) for pid in pids if pid in self._before}
+        swept = {pid: self._own.get(pid, (held, held)) for pid, held in now.items()}
+        own = sum(max(0, swept[pid][0] + held - swept[pid][1]) for pid, held in now.items())
+        return own, (own + sum(self._spikes[pid] for pid in now)) * (now.keys() <= self._own.keys())
 
     @property
     def cpu_seconds(self) -> float:
@@ -232,6 +269,7 @@ class TreeMeter:
             {p: s.shared_memory for p, (_, s) in now.items()}, {p: r.shared_memory for p, r in rollups.items()}
         )
         self.pss_of = {pid: rollup.pss for pid, rollup in rollups.items()}
+        self._own = {pid: (one.held + one.shared_memory, _resident(now[pid][1])) for pid, one in rollups.items()}
         self._swept_pss = sum(self.pss_of.values())
         self._swept_file = sum(rollup.file for rollup in rollups.values())
         return self._swept_pss
@@ -258,6 +296,10 @@ class TreeMeter:
         elif any(stat.image and stat.image == other.image for other, _ in self._before.values()):
             return 0  # just forked: until an exec the mark may be the parent's
         return max(0, status.high_water - file + status.swapped + status.page_tables - level)
+
+
+def _resident(status: Status) -> int:
+    return status.held + status.shared_memory
 
 
 class Meter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from memfit.errors import DamagedError
@@ -15,16 +14,23 @@ from memfit.memory._meter import Sample
 _SIZES = ("num_processes", "private_bytes", "shared_bytes", "rss_bytes", "pss_bytes", "peak_bytes")
 _TIMES = dict.fromkeys(("time", "cpu_seconds"), (int, float))
 _SHAPE = {"phase": str, "device_bytes": {str: int}} | _TIMES | dict.fromkeys(_SIZES, int)
+_NONE = type(None)
+#: What lines of earlier versions lack.
+_LATER = {
+    **dict.fromkeys(("low_bytes", "resident_bytes", "reserved_bytes", "epoch"), (int, _NONE)),
+    **dict.fromkeys(("ranks", "allocated_bytes"), ({str: int}, _NONE)),
+    "step": (int, float, _NONE),
+}
 
 
 class SeriesWriter:
-    """Appends samples to a file: one at each change of the phase, and one in each second. Each line is written at once
-    and holds the highest ``peak_bytes`` since the line before. A file of ``max_lines`` (about 2 MB) keeps every second
-    one, and from then on the time between two lines is twice as long."""
+    """Appends samples to a file: one at each change of the phase, and two in each second. Each line is written at once
+    and holds the highest peak since the line before, and the lowest sizes of its phase. A file of ``max_lines`` (about
+    4 MB) joins each two, and from then on the time between two lines is twice as long."""
 
     def __init__(self, path: Path, *, max_lines: int = 8192) -> None:
         self._max_lines = max_lines
-        self._path, self._seconds, self._next, self._peak = path, 1.0, 0.0, 0
+        self._path, self._seconds, self._next = path, 0.5, 0.0
         self._waiting: Sample | None = None
         self._phase: str | None = None
         self._num_lines = len(read_series(path)) if path.exists() else 0
@@ -32,13 +38,15 @@ class SeriesWriter:
         if os.fstat(self._descriptor).st_size:
             os.write(self._descriptor, b"\n")  # ends a line that a kill cut
 
-    def append(self, sample: Sample) -> None:
-        self._peak = max(self._peak, sample.peak_bytes)
-        self._waiting = replace(sample, peak_bytes=self._peak)
-        if sample.phase != self._phase or sample.time >= self._next:
+    def append(self, sample: Sample) -> Sample | None:
+        """Take in a sample; return the line that was written, if one was due."""
+        line = self._waiting = self._waiting.joined(sample) if self._waiting else sample
+        is_due = sample.phase != self._phase or sample.time >= self._next
+        if is_due:
             self._write()
         if self._num_lines >= self._max_lines:
             self._thin()
+        return line if is_due else None
 
     def close(self) -> None:
         try:
@@ -50,13 +58,13 @@ class SeriesWriter:
         if self._waiting is not None:
             self._phase, self._next = self._waiting.phase, self._waiting.time + self._seconds
             os.write(self._descriptor, _line(self._waiting))
-            self._waiting, self._peak = None, 0
+            self._waiting = None
             self._num_lines += 1
 
     def _thin(self) -> None:
         samples = read_series(self._path)
         pairs = zip(samples[::2], samples[1::2], strict=False)
-        kept = [replace(second, peak_bytes=max(first.peak_bytes, second.peak_bytes)) for first, second in pairs]
+        kept = [first.joined(second) for first, second in pairs]
         with replacing(self._path, durable=False) as aside:
             aside.write_bytes(b"".join(map(_line, kept)))
         os.close(self._descriptor)
@@ -74,8 +82,9 @@ def read_series(path: Path) -> list[Sample]:
     for line in lines:
         with suppress(ValueError, TypeError, RecursionError):
             found = parse_json(line)
-            if fits(found, _SHAPE):
-                samples.append(Sample(**{name: found[name] for name in _SHAPE}))
+            if fits(found, _SHAPE | _LATER):
+                later = {name: found[name] for name in _LATER if found.get(name) is not None}
+                samples.append(Sample(**{name: found[name] for name in _SHAPE} | later))
     if not samples and len(lines) > 1:
         raise DamagedError(
             f"{path} is no series of memory samples.",

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from memfit.reports._live import read_room as read_room
     from memfit.reports._live import render as render
     from memfit.reports._numbers import format_number as format_number
-    from memfit.reports._numbers import wilson_interval as wilson_interval
     from memfit.reports._page import write_page as write_page
     from memfit.reports._parts import Part as Part
     from memfit.reports._parts import Table as Table

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from memfit.files import fits, open_own
+from memfit.files import open_own
 from memfit.reports._numbers import or_dash, stamp
-from memfit.rundir import Event, JobState, RunDir, RunState, show_state
+from memfit.rundir import JobState, RunDir, RunState, show_state
 from memfit.units import format_bytes, format_duration
 
 BAD = frozenset({"failed", "out_of_memory", "node_fail", "timeout"})  # ends that are failures
 PHASE_COLUMNS = 18  # the width of a counter such as ``12000/100000 ~log``
 _END_BYTES = 4096  # what is read of a log to find its last counter
-_PEAKS = {"allocated_peak_bytes": int, "reserved_peak_bytes": int}
-_MEMORY = {"metric": str, "phases": {str: {"host_bytes": int, "devices": {str: _PEAKS}}}}
 
 
 def size_text(size: int | None) -> str:
@@ -54,6 +52,11 @@ COLUMNS: Mapping[str, Column] = {
     "ETA": Column(lambda job: or_dash(job.eta_seconds, partial(format_duration, short=True)), {"live"}),
     "attempts": Column(lambda job: str(job.attempt) if job.attempt > 1 else "-", {"page"}),
 }
+
+
+def sentences_of(jobs: Iterable[JobState]) -> list[str]:
+    """Return what is told of memory that grows, a sentence for each job of which that is told."""
+    return [f"{job.name}: {text}" for job in jobs if isinstance(text := job.growth.get("text"), str)]
 
 
 def columns_of(report: str) -> list[str]:
@@ -116,18 +119,3 @@ def counter_of(job: JobState, run: RunDir) -> Counted:
                 log.seek(max(0, stat.st_size - _END_BYTES))
                 found = Counted(*last_counter(log.read(_END_BYTES)), stat.st_mtime)
     return found
-
-
-def explain_memory(event: Event) -> str:
-    """Return the memory that an epoch's event holds, by phase; empty where a script recorded none."""
-    memory = event.get("memory")
-    if memory is None or not fits(memory, _MEMORY):
-        return ""
-    said = []
-    for phase, one in memory["phases"].items():
-        text = f"{phase}: host {format_bytes(one['host_bytes'])} ({memory['metric'].replace('_', '-')})"
-        for device, peaks in one["devices"].items():
-            allocated, reserved = (format_bytes(peaks[name]) for name in _PEAKS)
-            text += f", {device} peak {allocated} of {reserved} reserved"
-        said.append(text)
-    return "; ".join(said)

@@ -17,7 +17,7 @@ from memfit.errors import UsageError, nearest
 from memfit.files import damaged, read_json, read_own
 from memfit.masking import mask
 from memfit.reports._columns import BAD
-from memfit.reports._numbers import format_number, metrics_of, rate_of, summarize_metrics
+from memfit.reports._numbers import format_number, metrics_of, summarize_metrics
 from memfit.reports._parts import Facts, Part, Table
 from memfit.rundir import RunDir, read
 from memfit.units import list_some
@@ -191,17 +191,15 @@ def compare_numbers(a: RunDir, b: RunDir, metric: str | None = None) -> dict[str
     return {"numbers": shared, "jobs": {"before": _completed(b), "after": _completed(a)}, "verdict": None}
 
 
-def _completed(run: RunDir) -> dict[str, float]:
-    """Return how many jobs completed of those that ended, with Wilson's interval of the rate."""
+def _completed(run: RunDir) -> dict[str, int]:
+    """Return how many jobs completed of those that ended."""
     counts = read(run).counts
-    return rate_of("completed", counts.get("completed", 0), sum(counts.get(one, 0) for one in ("completed", *BAD)))
+    return {"completed": counts.get("completed", 0), "n": sum(counts.get(one, 0) for one in ("completed", *BAD))}
 
 
 def view_before_after(found: Mapping[str, Any]) -> Iterator[Part]:
     """Yield the table of before and after, without a verdict."""
-    jobs = (
-        f"{one['completed']} of {one['n']} ({one['lower']:.0%} to {one['upper']:.0%})" for one in found["jobs"].values()
-    )
+    jobs = (f"{one['completed']} of {one['n']}" for one in found["jobs"].values())
     rows = [("jobs completed", *jobs, "")]
     for name, numbers in found["numbers"].items():
         before, after = (Number(**side) for side in numbers.values())
@@ -209,4 +207,4 @@ def view_before_after(found: Mapping[str, Any]) -> Iterator[Part]:
     yield Table(("number", "before (B)", "after (A)", "A less B"), rows, ("number",))
     proof = "One run each proves no difference: run both with five seeds or more."
     yield proof if found["numbers"] else "No number is in both runs."
-    yield "±: standard error over n units. Jobs: 95 % interval of the rate."
+    yield "±: standard error over n units."

@@ -22,7 +22,7 @@ from memfit.reports._columns import (
     columns_of,
     counter_of,
     epochs_done,
-    explain_memory,
+    sentences_of,
     short_names,
     size_text,
     what_it_does,
@@ -68,7 +68,6 @@ class LiveRun:
         self._next = 0.0
         self._read: dict[Path, int] = {}
         self._said: set[tuple[str, str]] = set()
-        self._epochs_seen: dict[str, int] = {}
         self._waits_for = ""
         self._spoke, self._silence = time.monotonic(), _SILENCE_SECONDS
 
@@ -119,23 +118,17 @@ class LiveRun:
         self._silence = silence
 
     def _print_warnings(self, state: RunState) -> None:
-        limit = state.budget.get("binding", {}).get("limit_bytes", 0)
         for job in state.running:
-            folder, ends, seen = state.run.job_dir(job.id), job.epoch_ends, self._epochs_seen.get(job.id, 0)
-            if new := self._new_of(folder / "err.log"):
+            if new := self._new_of(state.run.job_dir(job.id) / "err.log"):
                 from memfit.diagnosis import find_shortage  # most jobs say nothing, and its table takes long to load
 
                 line = find_shortage(new)
                 if line and (job.id, line) not in self._said:
                     self._said.add((job.id, line))
                     self._say(f"{stamp(time.time())}  {job.name} says: {line}", "red")
-            if len(ends) > max(5, 1.1 * seen) and (job.id, "grows") not in self._said:
-                self._epochs_seen[job.id] = len(ends)
-                from memfit.diagnosis import explain_growth
-
-                if grown := explain_growth(folder, ends, limit):
-                    self._said.add((job.id, "grows"))
-                    self._say(f"{stamp(time.time())}  {job.name}: {grown}", "yellow")
+            for told in sentences_of([job] if (job.id, "grows") not in self._said else ()):
+                self._said.add((job.id, "grows"))
+                self._say(f"{stamp(time.time())}  {told}", "yellow")
 
     def _new_of(self, log: Path) -> bytes:
         """Return what a log gained since the last call, at most its last 64 KiB; a watcher begins with what comes."""
@@ -171,7 +164,6 @@ class LiveRun:
             is_told = LEVELS.index(level_of(event)) <= lowest and (is_failure or not self.quiet)
             text = describe(event, state) if is_told else ""
             if text:
-                text += f"; {told}" if self.verbose and (told := explain_memory(event)) else ""
                 lines.append(f"{stamp(float(event['time']))}  " + re.sub(r"\s*\n\s*", "; ", text))
         if lines:  # at once: on a terminal each printing draws the table anew
             self._say("\n".join(lines))
@@ -198,7 +190,7 @@ def describe(event: Event, state: RunState) -> str:
         known = ("time", "job", "kind", "level", "epoch", "num_epochs")
         numbers = [f"{name} {format_number(v)}" for name, v in event.items() if name not in known and is_number(v)]
         return f"{job} epoch {event['epoch']}/{event.get('num_epochs') or '?'}  {'  '.join(numbers)}".rstrip()
-    if not isinstance(text, str):
+    if not isinstance(text, str) or kind == "growth":  # the warning tells that, also who looks on later
         return ""
     return text.replace(job, state.name(job), 1) if job and kind in ("admit", "end") else text
 

@@ -68,23 +68,3 @@ def is_number(value: object) -> bool:
 
 def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in result.items() if is_number(value)}
-
-
-def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """Return the lower and upper end of a 95 % interval for a rate, by E. Wilson's score method (1927).
-
-    It stays within 0 and 1, and has a width also where all or none succeeded: one success of one proves little.
-    """
-    if n == 0:
-        return 0.0, 1.0
-    squared = statistics.NormalDist().inv_cdf(0.975) ** 2
-    middle = successes + squared / 2
-    reach = math.sqrt(squared * (successes * (n - successes) / n + squared / 4))
-    lower, upper = (middle - reach) / (n + squared), (middle + reach) / (n + squared)
-    return (lower if successes else 0.0, upper if successes < n else 1.0)  # exact, where rounding leaves 1e-17
-
-
-def rate_of(name: str, num: int, n: int) -> dict[str, float]:
-    """Return how many of ``n`` there were, with the interval of the rate, as JSON."""
-    lower, upper = wilson_interval(num, n)
-    return {name: num, "n": n, "lower": lower, "upper": upper}

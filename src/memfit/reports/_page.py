@@ -11,13 +11,13 @@ from html import escape
 from pathlib import Path
 
 from memfit.errors import DamagedError
-from memfit.files import write_atomic
+from memfit.files import fits, write_atomic
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
-from memfit.reports._charts import CHART_STYLE, COLOURS, Layer, draw_stack, legend
-from memfit.reports._columns import BAD, COLUMNS, columns_of, size_text
+from memfit.reports._charts import CHART_STYLE, COLOURS, Layer, Line, draw_stack, legend
+from memfit.reports._columns import BAD, COLUMNS, columns_of, sentences_of
 from memfit.reports._curves import draw_curves, last_values, read_curves
-from memfit.reports._parts import Cell, Chart, Facts, Note, Part, Table, to_html
+from memfit.reports._parts import Chart, Facts, Note, Part, Table, to_html
 from memfit.reports._study import study_of, view_trials
 from memfit.reports._summary import decisions, totals, view_failures, view_results, view_table
 from memfit.rundir import Reader, RunDir, liveness, show_state
@@ -25,6 +25,7 @@ from memfit.units import format_bytes
 
 _NUM_POINTS = 240  # more points than this make a chart no finer
 _PHASES = ("load", "build", "train", "validate", "checkpoint", "preflight")
+_AHEAD = {"at_time": (int, float), "limit_bytes": int, "place": frozenset({""})}  # what of a job's growth is drawn
 _MOST_TOLD = 200  # of more jobs, the first so many are in the table
 
 _CSS = """
@@ -52,7 +53,6 @@ p b{margin-right:.6rem}
 .wide th:first-child,.wide td:first-child{position:sticky;left:0;background:Canvas}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,400px),1fr));gap:.6rem}
 .wide>svg{min-width:800px}
-meter{width:4.5rem;margin-left:.6rem;vertical-align:middle}
 """
 
 
@@ -164,7 +164,9 @@ def _memory(seen: _Seen) -> Iterator[Part]:
     label = f"Private memory of all jobs of {seen.name} over time, by {seen.by}"
     binding, layers = seen.state.budget.get("binding"), seen.layers
     limit = (str(binding["name"]), int(binding["limit_bytes"])) if binding else None
-    yield Chart(f'<div class="wide">{draw_stack(layers, seen.seconds, label, limit=limit, marks=marks)}</div>')
+    yield Chart(
+        f'<div class="wide">{draw_stack(layers, seen.seconds, label, limit=limit, marks=[*marks, *_ahead(seen)])}</div>'
+    )
     yield Note(
         f"The private memory of all jobs together, by {seen.by}. Memory that several jobs share, such as a mapped "
         "panel, is not in it. A red cross is a job that failed.",
@@ -172,16 +174,22 @@ def _memory(seen: _Seen) -> Iterator[Part]:
     )
 
 
+def _ahead(seen: _Seen) -> Iterator[Line]:
+    """Yield for each running job that grows a line from now to its limit, at most as long as the run has lasted."""
+    for job in seen.state.running:
+        samples = (seen.series.get(job.id) or [[]])[-1]
+        for text in sentences_of([job]) if samples and fits(job.growth, _AHEAD) else ():
+            now, top = samples[-1].time - seen.start, sum(layer.values[-1] for layer in seen.layers)
+            left, more = job.growth["at_time"] - samples[-1].time, job.growth["limit_bytes"] - samples[-1].private_bytes
+            share = min(1.0, seen.seconds / max(left, 1.0))
+            yield Line(text, "currentColor", [(now, top), (now + share * left, top + share * more)], is_dashed=True)
+
+
 def _jobs(seen: _Seen) -> Iterator[Part]:
-    headings, rows = columns_of("page"), list[list[Cell]]()
-    for job in [*seen.state.jobs.values()][:_MOST_TOLD]:
-        cells: dict[str, Cell] = {name: COLUMNS[name].text(job) for name in headings}
-        if job.peak_bytes and job.reserved_bytes:
-            cells["peak"] = size_text(job.peak_bytes), min(1.0, job.peak_bytes / job.reserved_bytes)
-        rows.append([*cells.values()])
+    headings = columns_of("page")
+    rows = [[COLUMNS[name].text(job) for name in headings] for job in [*seen.state.jobs.values()][:_MOST_TOLD]]
     if rows:
         yield Table(headings, rows, ("job", "state"), "jobs")
-        told = "Peak: private memory. The bar is its share of what was reserved."
-        yield Note(f"{told} The logs are jobs/JOB/out.log and err.log.", "dim")
+        yield Note("Peak: private memory. The logs are jobs/JOB/out.log and err.log.", "dim")
     else:
         yield Note("No job has run yet.")

@@ -12,8 +12,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 _MOST_LINES = 30  # a longer table of a page is folded
-#: A cell of a table: its text; or its text and a share from 0 to 1, which a page draws as a bar behind it.
-Cell = str | tuple[str, float]
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Table:
     """
 
     headings: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[str]]
     left: Collection[str]
     what: str = "figures"
     fold: Collection[str] = ()  # columns that break between words on a narrow terminal
@@ -76,7 +74,7 @@ def to_text(parts: Iterable[Part], console: Console, indent: int = 0) -> None:
             for name, text in part.rows:
                 console.print(Text.assemble((f"{name:<{part.width}}", "bold"), text), soft_wrap=True)
         elif isinstance(part, Table):
-            rows = [[Text(cell if isinstance(cell, str) else cell[0]) for cell in row] for row in part.rows]
+            rows = [[*map(Text, row)] for row in part.rows]
             table = plain_table(*part.headings, rows=rows, left=part.left, fold=part.fold)
             for row, style in zip(table.rows, part.styles, strict=False):
                 row.style = style
@@ -105,18 +103,13 @@ def _html(part: Part) -> str:
     shown = [at for at in range(len(part.headings)) if any(row[at] not in ("", "-") for row in part.rows)]
     kinds = ["" if part.headings[at] in part.left else ' class="number"' for at in shown]
     lines = [
-        "".join(f"<{tag}{kind}>{_cell(row[at])}</{tag}>" for kind, at in zip(kinds, shown, strict=True))
+        "".join(f"<{tag}{kind}>{escape(row[at])}</{tag}>" for kind, at in zip(kinds, shown, strict=True))
         for tag, row in (("th", part.headings), *(("td", row) for row in part.rows))
     ]
     table = f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
     if len(part.rows) <= _MOST_LINES:
         return table
     return f"<details><summary>{len(part.rows)} {part.what}</summary>{table}</details>"
-
-
-def _cell(cell: Cell) -> str:
-    text, share = (cell, None) if isinstance(cell, str) else cell
-    return escape(text) + ("" if share is None else f'<meter value="{share:.3f}"></meter>')
 
 
 def plain_table(

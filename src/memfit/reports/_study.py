@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.reports._columns import size_text
-from memfit.reports._numbers import format_number, or_dash, rate_of, short_path
+from memfit.reports._numbers import format_number, or_dash, short_path
 from memfit.reports._parts import Facts, Note, Part, Table
 from memfit.rundir import RunDir, RunState, finite, liveness
 from memfit.units import format_duration, list_some
@@ -23,7 +23,6 @@ _MOST_ROWS = 10  # of more trials, the best so many are printed; so many failure
 #: Trials that say more than the number that they reached.
 _FAILED_TRIALS = frozenset({"failed", "out_of_memory", "timeout", "infeasible"})
 _ORDER = ("completed", "pruned", "failed", "out_of_memory", "timeout", "infeasible", "running", "stopped")
-_RATES = {"completed_or_pruned": ("completed", "pruned"), "failed": ("failed",), "out_of_memory": ("out_of_memory",)}
 
 
 class StudyView:
@@ -68,8 +67,7 @@ class StudyView:
         return "; ".join(parts)
 
     def summarize(self) -> dict[str, Any]:
-        settings, ended = self.study.settings, self.ended
-        states = Counter(str(one.state) for one in ended)
+        settings = self.study.settings
         found = {
             "name": self.study.name,
             "objective": settings.objective,
@@ -77,9 +75,8 @@ class StudyView:
             "report": settings.report or settings.number,
             "direction": settings.direction,
             "n_trials": settings.n_trials,
-            "num_ended": len(ended),
+            "num_ended": len(self.ended),
             "counts": self.counts(is_live=liveness(self.run).is_supervised),
-            "rates": {name: rate_of("num", sum(states[one] for one in of), len(ended)) for name, of in _RATES.items()},
             "best": _best(self) if self.ranked else None,
             "seconds_per_trial": self.seconds_per_trial,
             "seconds_left": self.seconds_left,
@@ -103,7 +100,7 @@ def study_of(state: RunState) -> StudyView | None:
 
 
 def summarize_study(state: RunState) -> dict[str, Any]:
-    """Return a study as JSON: its trials by state, rates with their intervals, the best trial, and what failed."""
+    """Return a study as JSON: its trials by state, the best trial, and what failed."""
     return StudyView(state).summarize()
 
 
@@ -159,9 +156,6 @@ def _explain_params(params: Mapping[str, Any]) -> dict[str, str]:
 def _facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "study", f"{summary['name']}: {summary['direction']} {summary['objective']}"
     yield "trials", _explain_counts(summary["counts"], summary["num_ended"], summary["n_trials"])
-    for at, (name, rate) in enumerate(summary["rates"].items() if summary["num_ended"] else ()):
-        interval = f"{rate['lower']:.2f} to {rate['upper']:.2f}"
-        yield "" if at else "rates", f"{name.replace('_', ' ')} {rate['num']} of {rate['n']} (95 %: {interval})"
     if summary["seconds_per_trial"] is not None:
         left = summary["seconds_left"]
         more = f"; about {format_duration(left, short=True)} left" if left else ""

@@ -13,7 +13,7 @@ from typing import Any
 from memfit.errors import MemfitError
 from memfit.files import fits, read_json
 from memfit.memory import Footprint
-from memfit.reports._columns import BAD, COLUMNS, columns_of, explain_memory, short_names, varied_params
+from memfit.reports._columns import BAD, COLUMNS, columns_of, sentences_of, short_names, varied_params
 from memfit.reports._curves import PLACES, read_reported
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._numbers import (
@@ -212,7 +212,7 @@ def _ranks(rows: Sequence[JobState]) -> Iterator[tuple[str, str]]:
             yield "lost", f"{of}{row.explain_lost(event)}"
         if any(rank["peak_bytes"] for rank in row.ranks):
             peaks = [format_bytes(rank["peak_bytes"]) if rank["peak_bytes"] else "-" for rank in row.ranks]
-            yield "ranks", f"{of}{len(peaks)}, with peaks of {list_some(peaks, _MOST_RANKS)} (proportional sizes)"
+            yield "ranks", f"{of}{len(peaks)}, with peaks of {list_some(peaks, _MOST_RANKS)} (without file pages)"
 
 
 def totals(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
@@ -243,13 +243,11 @@ def totals(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
         last = " of the last command" if state.num_commands > 1 else ""
         yield "Total:", f"{format_duration(wall)} wall clock{last}{busy}"
     yield from _ranks(rows)
+    yield from (("growth", text) for text in sentences_of(rows[:_MOST_LINES]))
     if verbose and not state.is_one:
         if wall and is_whole and len(rows) > 1:
             yield from _bounds(state)
         yield from _record(state)
-    for row in rows[:_MOST_LINES] if verbose else ():
-        if told := explain_memory(row.epoch):
-            yield "memory", f"{row.name} epoch {row.epoch['epoch']}: {told}"
 
 
 def _record(state: RunState) -> Iterator[tuple[str, str]]:

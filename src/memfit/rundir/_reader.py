@@ -9,7 +9,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,15 +56,12 @@ class _Attempt:
     first: tuple[float, float] | None = None
     last: tuple[float, float] = (0.0, 0.0)
     num_epochs: int = 0
-    epoch_ends: list[float] = field(default_factory=list)
     ran_seconds: float = 0.0
     earlier_seconds: float = 0.0
 
     def take(self, event: Event) -> None:
         now, done = float(event["time"]), float(event["epoch"])
-        if event["kind"] == "epoch":
-            self.epoch_ends.append(now)
-        else:
+        if event["kind"] == "step":
             done += event["step"] / max(1, event["num_steps"]) - 1
         self.num_epochs = int(event.get("num_epochs") or self.num_epochs)
         if self.first is None or done <= self.last[1]:  # what is behind the last is done again after a resume
@@ -261,7 +258,6 @@ class Reader:
             epochs_done=attempt.last[1],
             num_epochs=attempt.num_epochs,
             eta_seconds=None if is_over or began is None else left,
-            epoch_ends=tuple(attempt.epoch_ends),
             epoch=self._epochs.get(job_id, {}),
             result=self._result(stage, job_id) if told in THERE or status.state == "completed" else {},
             params=self.params.get(job_id, {}),

@@ -84,9 +84,12 @@ def phase(name: str) -> contextlib.ExitStack:
 
 
 def read_devices() -> dict[str, list[dict[str, int]]]:
-    """Return what torch holds on each of this process's devices, in bytes; nothing before torch has used one."""
+    """Return what torch holds on each of this process's devices, in bytes, and what of it tensors take; nothing before
+    torch has used one."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return {}
-    held, peak = torch.cuda.memory_reserved, torch.cuda.max_memory_reserved
-    return {"devices": [{"bytes": held(n), "peak_bytes": peak(n)} for n in range(torch.cuda.device_count())]}
+    cuda = torch.cuda
+    sizes = {"bytes": cuda.memory_reserved, "peak_bytes": cuda.max_memory_reserved}
+    sizes["allocated_bytes"] = cuda.memory_allocated
+    return {"devices": [{name: read(n) for name, read in sizes.items()} for n in range(cuda.device_count())]}

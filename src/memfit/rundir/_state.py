@@ -58,7 +58,6 @@ class JobState(JobStatus):
     epochs_done: float = 0.0  # how many epochs it has done, the part of the present one included
     num_epochs: int = 0  # of how many; 0 while that is not known
     eta_seconds: float | None = None  # until its training ends, at its mean rate in this attempt, if known
-    epoch_ends: Sequence[float] = ()  # when the epochs of this attempt ended, in Unix seconds
     epoch: Event = field(default_factory=dict)  # its last event of the kind ``epoch``
     result: Mapping[str, Any] = field(default_factory=dict)  # what it returned
     params: Mapping[str, str] = field(default_factory=dict)  # the parameters that the command line gave it
@@ -85,7 +84,7 @@ class JobState(JobStatus):
 
     def to_row(self) -> dict[str, Any]:
         """Return a JSON-ready form; sizes in bytes, times in seconds, null for a result that is not finite."""
-        plain = "seconds earlier_seconds pid phase stalled used_bytes peak_bytes exit_code cause attempt"
+        plain = "seconds earlier_seconds pid phase stalled used_bytes peak_bytes exit_code cause attempt growth"
         found: dict[str, Any] = {"job": self.job_id, "stage": self.stage, "params": self.params, "state": self.shown}
         found |= {name: getattr(self, name) for name in plain.split()}
         if self.ranks:

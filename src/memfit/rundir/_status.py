@@ -35,6 +35,7 @@ _SHAPE: Mapping[str, Any] = {
     "footprint": (FOOTPRINT, _NONE),
     "device_used_bytes": ({str: int}, _NONE),
     "evidence": (dict, _NONE),
+    "growth": (dict, _NONE),
     "furthest": ({str: [_NUMBER]}, _NONE),
     "ranks": ([RANK], _NONE),
     "ended_by": (frozenset(get_args(EndedBy)), _NONE),
@@ -79,8 +80,9 @@ class JobStatus:
     evidence: Mapping[str, Any] = field(default_factory=dict)  # limits, peaks and counters of its group at the end
     node: str = ""  # the node of a cluster that it runs on; empty on this host
     # what each rank of a job of several does and holds: ``rank``, ``pid``, its last ``place`` and ``step``,
-    # ``pss_bytes`` and ``device_bytes`` now, ``peak_bytes`` (of the former) so far
+    # ``pss_bytes`` and ``device_bytes`` now, ``peak_bytes`` so far by high-water marks, without file pages
     ranks: Sequence[Mapping[str, Any]] = ()
+    growth: Mapping[str, Any] = field(default_factory=dict)  # `memfit.memory.Growth` as told; empty while it is not
 
     def ended_as(self, state: State, cause: str, ended_by: EndedBy) -> Self:
         """Return the status of a job that ended just now: it uses and wants nothing any more."""

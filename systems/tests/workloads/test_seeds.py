@@ -84,7 +84,7 @@ def seeds(make, experiment, values, **top):
 NOISE = [0.01, -0.02, 0.0, 0.02, -0.01]
 
 
-@pytest.mark.proves("S2-40")
+@pytest.mark.proves("S2-01", "S2-40")
 def test_over_five_seeds_a_clear_difference_is_shown_with_its_interval(make, run):
     seeds(make, "sgd", [0.5 + one for one in NOISE])
     seeds(make, "adamw", [0.7 + one * 2 for one in NOISE], params=PARAMS | {"lr": 0.2})
