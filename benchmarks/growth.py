@@ -1,12 +1,12 @@
-"""Is a job that grows told before it dies, and nothing else called so? Simulated courses of memory, and real processes.
+"""Is a job that grows told before it dies, and nothing else called so? Simulated courses of memory.
 
-    python benchmarks/growth.py [--seeds 1 2] [--each 16] [--real] [--verbose]
+    python benchmarks/growth.py [--seeds 1 2] [--each 16] [--verbose]
 
 A course has 0.06 to 3 s a step, activations, jitter and drift of the allocator; memfit's rule sees a line of each half
 second, and the step events. What grows does so by 0.1 to 20 MiB a step and meets its limit at 45 to 90 % of its
 training; what does not grow fills 50 to 97 % of its room. Each is asked at every line up to the limit or its end. Then
-each that does not grow gets a limit that it meets: was it a death of growth, or of size? With ``--real``, processes of
-20 ms a step are measured too, their times taken tenfold.
+each that does not grow gets a limit that it meets: was it a death of growth, or of size?
+
 Exit status: 0 if all targets that it prints are met, 1 if not.
 """
 
@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import subprocess
 import sys
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +24,7 @@ import numpy as np
 
 from harness import parser, told
 from memfit.jobs import Growing
-from memfit.memory import HOST, Sample, TreeMeter
+from memfit.memory import HOST, Sample
 from memfit.units import MIB
 
 LOOK, EACH = 0.1, 5  # seconds between two looks; looks of a line
@@ -173,65 +170,10 @@ def _line(at: float, phase: str, low: int, peak: int, resident: int, reserved: i
     return replace(line, resident_bytes=resident, reserved_bytes=reserved)
 
 
-# --- real processes
-
-PROGRAMS = {
-    "objects": "kept.append([object() for _ in range(20000)])",
-    "arrays": "kept.append(bytearray(b'x') * (1 << 20))",
-    "text": "kept.append('x' * 4000 * 64 + str(step))",
-    "table": "kept.append(bytearray(b'x') * (1 << 20)) if step < 60 else None",
-    "cache": "kept.append(bytearray(b'x') * int((1 << 21) * 0.97 ** step))",
-    "sawtooth": "kept.append(bytearray(b'x') * (1 << 20)) if step % 40 else kept.clear()",
-    "batches": "work = bytearray(b'x') * ((1 + step % 7) << 20)",
-}
-GROWS = ("objects", "arrays", "text")
-_LOOP = """
-import sys, time
-kept, work = [], None
-for step in range(int(sys.argv[1])):
-    work = bytearray(b'x') * (4 << 20)
-    {what}
-    work = None
-    print(step + 1, time.time(), flush=True)
-    time.sleep(0.02)
-"""
-
-
-def _tenfold(time: float, first: float) -> float:
-    return 1e9 + 10 * (time - first)
-
-
-def measure(kind: str, num_steps: int = 500) -> Course:
-    """Run a small process, and look at it as often as a line has looks; its times are taken tenfold."""
-    command = [sys.executable, "-IS", "-c", _LOOP.format(what=PROGRAMS[kind]), str(num_steps)]
-    lines: list[Sample] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        meter, waiting = TreeMeter(process.pid), None
-        while process.poll() is None and (one := meter.sample()) is not None:
-            one = replace(one, phase="train")
-            waiting = waiting.joined(one) if waiting else one
-            if not lines or one.time - lines[-1].time >= 0.05:
-                lines.append(waiting)
-                waiting = None
-            time.sleep(0.01)
-        made = [line.split() for line in (process.stdout or ())]
-    first = float(made[0][1])
-    lines = [replace(line, time=_tenfold(line.time, first)) for line in lines if line.time >= first]
-    whole = {"epoch": 1, "num_steps": num_steps, "num_epochs": 1}
-    events = [{"time": _tenfold(float(at), first), "step": int(step), **whole} for step, at in made]
-    half, (old, new) = len(lines) * 7 // 10, (lines[len(lines) // 5], lines[len(lines) * 4 // 5])
-    made_at = [np.interp(line.time, [one["time"] for one in events], range(num_steps)) for line in (old, new)]
-    slope = (new.low_bytes - old.low_bytes) / (made_at[1] - made_at[0]) if kind in GROWS else 0.0
-    most, start = max(line.peak_bytes for line in lines), lines[0].peak_bytes
-    limit = lines[half].peak_bytes if kind in GROWS else start + int((most - start) / 0.8)
-    return Course(f"real {kind}", lines, events, slope, limit)
-
-
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     options.add_argument("--each", type=int, default=16, help="courses of a kind and seed")
-    options.add_argument("--real", action="store_true")
     options.add_argument("--verbose", action="store_true")
     chosen = options.parse_args()
     jobs = [
@@ -243,9 +185,6 @@ def main() -> int:
     ]
     with multiprocessing.Pool(2) as pool:
         found = pool.map(try_one, jobs, chunksize=8)
-    if chosen.real:
-        with ThreadPoolExecutor(3) as threads:
-            found += [judge(course, random.Random(1)) for course in threads.map(measure, [*PROGRAMS] * 3)]
     return report(found, verbose=chosen.verbose)
 
 

@@ -1,6 +1,6 @@
 """memfit's loaders beside what is usual: day windows beside pandas and Parquet, token batches beside PyTorch's loader.
 
-    python benchmarks/loaders.py [--part days] [--part ahead] [--part tokens] [--seconds 8] [--json FILE]
+    python benchmarks/loaders.py [--part days] [--part tokens] [--seconds 8] [--json FILE]
 
 All is measured in turns, and every byte of a batch is read once, by the thread that asks for it. The batches of all are
 the same: they are compared.
@@ -8,8 +8,6 @@ the same: they are compared.
 - *days*: windows of 20 dates of all assets, from a generated store of ``--gib``: memfit's `Loader` without workers and
   with two, a pandas frame in memory, and the row groups of the Parquet file; *of memcpy* is the ratio to np.copyto of
   as many bytes.
-- *ahead*: memfit with itself: no batches ahead and two, at 1 to 70 MiB a batch, beside np.copyto and one line of numpy.
-  A *step* is a sleep of as long as a batch takes: a device that computes; *compute* is a step on the CPU instead.
 - *tokens*: pairs of generated texts, as for fine-tuning a T5, padded: `SequenceLoader` over ids that were tokenised
   once, and PyTorch's DataLoader over a list of dicts, tokenised before or in ``__getitem__``. *Fit* is what so many
   epochs cost with all that comes before them: tokenising once where that is done, and the start of the workers.
@@ -40,16 +38,13 @@ import pyarrow.parquet as pq
 
 from harness import in_turns, parser, print_table, ratio, told, write_json
 from memfit.data import Loader, Padding, Panel, SequenceLoader, pack
-from memfit.units import GIB, MIB
+from memfit.units import GIB
 from memfit_workloads.finance.generated import Market, write_market
 
 PROVES = ("S2-10", "S4-07")
 NUM_FEATURES, LOOKBACK = 112, 20
 SEGMENT_SECONDS = 0.25
 LEAST_TIMES_BEST_PEER, LEAST_OF_MEMCPY = 10.0, 0.8
-AHEAD_MIB, AHEAD_PANEL_BYTES = (1, 2, 5, 20, 70), 256 * MIB
-LEAST_OF_NUMPY, LEAST_OF_NONE_AHEAD = 1.0, 0.95
-MATRIX = np.ones((64, 64), np.float32)
 Arrays = Iterator[npt.NDArray[Any]]
 
 
@@ -117,7 +112,7 @@ def read_every_byte(array: npt.NDArray[Any]) -> None:
     np.maximum.reduce(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
-def bytes_per_second(batches: Arrays, *, step_seconds: float = 0.0, num_products: int = 0, skip: int = 4) -> float:
+def bytes_per_second(batches: Arrays, *, skip: int = 4) -> float:
     """Over a quarter of a second or two batches, whichever takes longer; what had been made ahead is not counted."""
     for _ in range(skip):
         read_every_byte(next(batches))
@@ -126,9 +121,6 @@ def bytes_per_second(batches: Arrays, *, step_seconds: float = 0.0, num_products
     while now - start < SEGMENT_SECONDS or num_batches < 2:
         array = next(batches)
         read_every_byte(array)
-        time.sleep(step_seconds)
-        for _ in range(num_products):
-            MATRIX @ MATRIX
         num_batches, num_bytes = num_batches + 1, num_bytes + array.nbytes
         now = time.perf_counter()
     return num_bytes / (now - start)
@@ -170,55 +162,6 @@ def part_days(args: argparse.Namespace, folder: Path) -> tuple[Any, list[bool]]:
     text = f"days: {ours:.2f} of memcpy ({LEAST_OF_MEMCPY}); {times:.1f} x the best peer ({LEAST_TIMES_BEST_PEER:g} x)"
     is_fast = ours >= LEAST_OF_MEMCPY or times >= LEAST_TIMES_BEST_PEER
     return found, [told(is_same, "days: batches are the same for all"), told(is_fast, f"{text}; one of both is enough")]
-
-
-# --- batches ahead
-
-
-def _ahead(folder: Path, mib: float, seconds: float) -> dict[str, float]:
-    """memfit without and with batches ahead, memcpy and a line of numpy, in turns: the ratios of their rates."""
-    num_assets = round(mib * MIB / (LOOKBACK * NUM_FEATURES * 4))
-    _, panel = write_store(folder, round(AHEAD_PANEL_BYTES / (num_assets * NUM_FEATURES * 4)), num_assets)
-    dates = np.arange(LOOKBACK - 1, len(panel.dates))
-
-    def line() -> Arrays:
-        for date in itertools.cycle(np.random.default_rng(0).permutation(dates)):  # as in a training
-            yield np.ascontiguousarray(panel.values[date + 1 - LOOKBACK : date + 1].transpose(1, 0, 2))
-
-    def loader(name: str) -> Arrays:
-        made = Loader(panel, dates, lookback=LOOKBACK, target=None, shuffle=0, num_workers=int(name))
-        return (batch.windows for batch in endless(made))
-
-    times = []
-    for _ in range(500):
-        start = time.perf_counter()
-        MATRIX @ MATRIX
-        times.append(time.perf_counter() - start)
-    batches = {"memcpy": memcpy(panel, round(mib * MIB)), "numpy": line(), "0": loader("0"), "2": loader("2")}
-    step = mib * MIB / statistics.median(bytes_per_second(batches["0"]) for _ in range(3))
-    products = round(step / statistics.median(times))
-    ways = {name: partial(bytes_per_second, made) for name, made in batches.items()}
-    for name in ("0", "2"):  # what a loader made ahead in one way of asking is not counted in another: each has its own
-        ways[f"{name} step"] = partial(bytes_per_second, loader(name), step_seconds=step)
-        ways[f"{name} compute"] = partial(bytes_per_second, loader(name), num_products=products)
-    rates = in_turns(ways, max(2, round(seconds / SEGMENT_SECONDS / 4)))
-    pairs = {"0 of memcpy": ("0", "memcpy"), "2 of memcpy": ("2", "memcpy"), "0 of numpy": ("0", "numpy")}
-    pairs |= {"2 to 0": ("2", "0"), "with a step": ("2 step", "0 step"), "with compute": ("2 compute", "0 compute")}
-    return {name: ratio(rates[one], rates[other])[0] for name, (one, other) in pairs.items()}
-
-
-def part_ahead(args: argparse.Namespace, folder: Path) -> tuple[Any, list[bool]]:
-    found = {}
-    for mib in AHEAD_MIB:
-        with tempfile.TemporaryDirectory(dir=folder) as name:
-            found[mib] = _ahead(Path(name), mib, args.seconds)
-    print_table(
-        [("MiB", *found[AHEAD_MIB[0]]), *((mib, *(f"{x:.2f}" for x in one.values())) for mib, one in found.items())]
-    )
-    is_met = all(one["0 of numpy"] >= LEAST_OF_NUMPY for one in found.values())
-    is_met &= all(min(list(one.values())[3:]) >= LEAST_OF_NONE_AHEAD for one in found.values())
-    text = f"as fast as a line of numpy ({LEAST_OF_NUMPY:g}), two ahead as none ({LEAST_OF_NONE_AHEAD:g}: 5 % of noise)"
-    return found, [told(is_met, f"ahead: {text}")]
 
 
 # --- token batches
@@ -353,13 +296,13 @@ def part_tokens(args: argparse.Namespace, folder: Path) -> tuple[Any, list[bool]
     return found, met
 
 
-PARTS = {"days": part_days, "ahead": part_ahead, "tokens": part_tokens}
+PARTS = {"days": part_days, "tokens": part_tokens}
 
 
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--part", choices=[*PARTS], action="append")
-    options.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement of days and ahead (8)")
+    options.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement of days (8)")
     options.add_argument("--gib", type=float, default=1.0, help="days: size of the store's values in GiB (1)")
     options.add_argument("--assets", type=int, default=4484, help="days: assets (4484)")
     options.add_argument("--examples", type=int, default=20_000, help="tokens: examples (20000)")
