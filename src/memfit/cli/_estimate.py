@@ -103,11 +103,11 @@ def estimate(
     memfit estimate --hf-config config.json --batch 8 --seq-len 512 --gpu A100-80GB
     memfit estimate config.yaml --gpu 24GiB
 
-    The step runs on fake tensors, without a GPU, within a minute of CPU time. One that takes longer, such as a loop
-    over time, runs at smaller sizes and is extrapolated. If that fails, a formula gives a wider bound. The figures
+    The step runs on fake tensors, without a GPU, within a minute of CPU time. One that takes longer runs at smaller
+    sizes and is extrapolated. If that fails, a formula gives a wider bound. The figures
     are allocated (tensors), reserved (torch's allocator) and device (as nvidia-smi shows it). With --gpu it says
-    whether the training fits, and the cheapest change after which it does. Beside a config only --gpu, --allocator,
-    --formula, --time-limit, --accept-tight, --set and --json have an effect.
+    whether it fits, and the changes after which it does and learns. Beside a config only --gpu, --allocator,
+    --formula, --time-limit, --accept-tight, --set and --json count.
 
     Exit codes: 0 done, 2 bad config or input, 3 it does not fit, only may, or is tight (under 5 % left).
     """
@@ -176,7 +176,7 @@ def _of_model(model: dict[str, Any], flags: Flags, how: Mapping[str, Any]) -> di
         "largest_batch": flags.batch == "auto",
         "global_batch": flags.global_batch,
     }
-    found = ask(Question(model, setup, **more, **how))
+    found = ask(Question(model, setup, weights=str(flags.hf_config), **more, **how))
     batch = found["setup"]["batch"]
     return found | {"data": None if lengths is None else describe_batches(lengths, batch=batch, max_length=most)}
 
