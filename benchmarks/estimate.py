@@ -59,10 +59,9 @@ TRACED = (
     ("RTX 5090", "bf16-amp", "full", "adamw8bit"),
     ("A100-80GB", "fp32 masters", "none", "adamw"),
 )
-#: GiB of weights, gradients and moments of 2.85 billion parameters, before any activation: 8, 12 and 16 bytes of each.
+#: GiB of weights, gradients and moments of 2.85 billion parameters, before any activation: 8 and 16 bytes of each.
 STATES = (
     ("pure bf16", BASE, 21.2, 21.3),
-    ("bf16 with fp32 moments", replace(BASE, state_dtype="fp32"), 31.8, 31.9),
     ("fp32 masters", replace(BASE, master_weights=True), 42.0, 48.0),
 )
 

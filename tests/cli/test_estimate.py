@@ -125,7 +125,6 @@ EACH_OPTION = [
     (["--dtype", "fp32"], "weights", 2, 2),
     (["--dtype", "bf16-amp"], "weights", 2, 2),
     (["--train", "master_weights=true"], "optimizer", 2.9, 3.1),
-    (["--train", "state_dtype=fp32"], "optimizer", 1.9, 2.1),
     (["--optimizer", "adamw8bit"], "optimizer", 0.45, 0.6),
     (["--optimizer", "paged_adamw8bit"], "optimizer", 0, 0.02),
     (["--optimizer", "paged_adamw"], "optimizer", 0, 0),
@@ -240,7 +239,6 @@ def test_lengths_make_the_longest_batch_count_and_tell_what_filling_up_saves(est
     assert device(by_data) == device(as_long)
     data = by_data.json["data"]
     assert (data["num_samples"], data["longest_tokens"], data["truncated_share"]) == (100, 96, 0)
-    assert data["worst_batch_tokens"] == 4 * 96
     assert 0.3 < data["saving"] < 0.8
     assert "the longest batch sets the peak: 4 x 96 tokens" in estimate("--formula", "--lengths", path).out
 
@@ -265,6 +263,7 @@ def retyped(estimate, words, **more):
     ],
 )
 def test_the_change_that_fits_is_printed_with_its_cost_and_fits_when_it_is_typed(estimate, words):
+    words = (*words, "--train", "learning_rate=0.003")  # at which most updates survive pure bf16
     if is_tight := "--gpu" not in words:
         need = device(estimate("--json", "--gpu", "24GiB", *words), "device_bytes", "upper")
         words = (*words, "--gpu", f"{int(need / 0.97)} B")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.estimation import Estimate, Interval, Setup, find_batch, find_change, find_gpu, list_changes, list_options
+from memfit.estimation import Estimate, Interval, Setup, find_batch, find_gpu, list_changes, list_options, rank_changes
 
 GPU = find_gpu("10GiB")
 GIB = 1 << 30
@@ -54,7 +54,6 @@ def test_inference_is_not_answered_with_changes_of_a_training():
         attention=st.sampled_from(["sdpa", "eager"]),
         gradient_checkpointing=st.sampled_from(["none", "selective", "full"]),
         lora_rank=st.sampled_from([0, 8]),
-        state_dtype=st.sampled_from([None, "fp32"]),
         master_weights=st.booleans(),
         loss_chunks=st.sampled_from([1, 8]),
     )
@@ -77,10 +76,10 @@ def test_the_first_change_that_fits_is_taken_and_what_is_hopeless_is_not_checked
         return (4 if setup.gradient_checkpointing == "full" else 12) * GIB
 
     check, asked = answers(need)
-    change, found = find_change(Setup(batch=1), GPU, need, check)
+    (change, found), *_ = rank_changes(Setup(batch=1), GPU, need, check)
     assert change.options == ("--gradient-checkpointing",)
     assert found.verdict == "fits"
-    assert [setup.gradient_checkpointing for setup in asked] == ["full"]
+    assert {setup.gradient_checkpointing for setup in asked} == {"full"}
 
 
 @pytest.mark.proves("S3-14")
@@ -90,7 +89,7 @@ def test_changes_add_up_where_none_is_enough_and_those_that_save_nothing_stay_ou
         return (4 + activations) * GIB
 
     check, _ = answers(need)
-    change, _ = find_change(Setup(batch=8), GPU, need, check)
+    (change, _), *_ = rank_changes(Setup(batch=8), GPU, need, check)
     assert change.setup.batch * change.setup.num_microbatches == 8
     assert need(change.setup) <= GPU.total_bytes
     assert "--train foreach=false" not in change.options
@@ -99,14 +98,27 @@ def test_changes_add_up_where_none_is_enough_and_those_that_save_nothing_stay_ou
 
 def test_nothing_is_promised_where_nothing_fits():
     check, asked = answers(lambda _: 99 * GIB)
-    assert find_change(Setup(batch=8), GPU, lambda _: 99 * GIB, check) is None
+    assert rank_changes(Setup(batch=8), GPU, lambda _: 99 * GIB, check) == []
     assert asked == []
 
 
 def test_checks_are_few_where_the_guess_is_wrong():
     check, asked = answers(lambda _: 99 * GIB)
-    assert find_change(Setup(batch=8), GPU, lambda _: 0, check) is None
-    assert len(asked) == 5
+    assert rank_changes(Setup(batch=8), GPU, lambda _: 0, check) == []
+    assert len(asked) == 10
+
+
+@pytest.mark.parametrize("needed", [6, 20])
+def test_what_learns_is_ranked_by_how_little_it_changes_and_what_loses_its_updates_is_last(needed):
+    def need(setup):
+        return (needed if setup == Setup() else 7 if setup.gradient_checkpointing == "full" else 30) * GIB
+
+    check, _ = answers(need)
+    ranked = rank_changes(Setup(), GPU, need, check, learns=lambda one: one.dtype != "bf16" or one.lora_rank > 0)
+    ways = [(one.setup.dtype, one.setup.optimizer, one.setup.lora_rank) for one, _ in ranked]
+    wide = [("bf16-amp", "adamw", 0), ("bf16-amp", "paged_adamw", 0), ("bf16-amp", "adamw", 0)]
+    assert ways == [*wide, *[("bf16", "adamw", 0)] * (needed == 20)]
+    assert not any(change.same_training for change, _ in ranked[:3])
 
 
 @pytest.mark.proves("S4-42", "C-22")

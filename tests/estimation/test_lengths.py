@@ -39,7 +39,7 @@ def test_what_is_no_length_is_refused_with_a_rule_and_a_remedy(tmp_path, content
 
 def test_a_batch_of_a_known_distribution():
     found = describe_batches(np.array([1, 3]), batch=2, max_length=4)  # of four pairs three have the longer one
-    expected = {"mean_tokens": 2, "longest_tokens": 3, "worst_batch_tokens": 6, "truncated_share": 0, "num_samples": 2}
+    expected = {"mean_tokens": 2, "longest_tokens": 3, "truncated_share": 0, "num_samples": 2}
     assert {name: found[name] for name in expected} == expected
     assert found["saving"] == pytest.approx(1 - 2.5 / 4) and found["pad_share"] == pytest.approx(1 - 2 / 2.5)
 
@@ -51,7 +51,6 @@ def test_batches_are_those_of_the_sequences_cut_one_by_one(lengths, batch, most)
     assert (found["num_samples"], found["longest_tokens"]) == (len(cut), max(cut))
     assert found["mean_tokens"] == pytest.approx(sum(cut) / len(cut))
     assert found["truncated_share"] == sum(n > most for n in lengths) / len(lengths)
-    assert found["worst_batch_tokens"] == max(*cut, 1, 1) * min(batch, len(cut))
     width = (1 - found["saving"]) * most
     assert sum(cut) / len(cut) <= width + 1e-9 and width <= max(*cut, 1, 1) + 1e-9
     equal = describe_batches(np.full(8, most), batch=batch, max_length=most)

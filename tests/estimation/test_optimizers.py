@@ -65,10 +65,6 @@ def test_large_moments_of_a_paged_optimizer_take_nothing_of_the_device(name, kep
     assert state_bytes(optimizer) == (kept if kept is not None else 2 * 131_072 + 2 * 4 * (131_072 // 256 + 256) + 64)
 
 
-def test_moments_in_fp32_of_bf16_weights_take_twice_the_bytes():
-    assert state_bytes(step(Setup(state_dtype="fp32"))[1]) == 2 * 4 * (SIZE + SMALL)
-
-
 def test_fp32_masters_take_twelve_bytes_a_weight_with_their_moments():
     assert state_bytes(step(Setup(master_weights=True))[1]) == 12 * (SIZE + SMALL)
     assert state_bytes(step(Setup(master_weights=True), dtype=torch.float32)[1]) == 8 * (SIZE + SMALL)

@@ -62,29 +62,6 @@ def test_a_child_that_fails_leaves_the_formula_with_the_reason(monkeypatch):
     assert (found["method"], found["notes"][0]) == ("formula", "computed, not traced: it was killed.")
 
 
-@pytest.mark.proves("S4-45")
-def test_where_nothing_fits_as_many_blocks_as_would_are_named():
-    setup = Setup(dtype="fp32", batch=2, seq_len=2048)
-    config = {**LLAMA, "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 256}
-    found = ask(Question(config, setup, "6GiB", formula=True))
-    assert found["change"] is None
-    smaller = found["smaller_model"]
-    blocks = smaller["num_blocks"]["num_hidden_layers"]
-    assert 0 < blocks < 256
-    assert smaller["device"]["device_bytes"]["upper"] <= 6 * GIB
-    each = 4 * 2048**2 + 3 * 2048 * 5504 + 2 * 2048
-    assert smaller["num_parameters"] == pytest.approx(blocks * each + 2 * 1024 * 2048 + 2048, rel=0.01)
-    assert f"{blocks} of 256 blocks" in smaller["text"]
-
-
-def test_of_a_model_of_many_blocks_the_most_that_fit_are_found_at_once():
-    setup = Setup(dtype="fp32", batch=1, seq_len=8)
-    found = ask(Question({**LLAMA, "num_hidden_layers": 1 << 24}, setup, "6GiB", formula=True))["smaller_model"]
-    blocks = found["num_blocks"]["num_hidden_layers"]
-    assert found["device"]["device_bytes"]["upper"] <= 6 * GIB
-    assert 1 < blocks < 1 << 24
-
-
 UNREAD = {"model_type": "own", "sizes": [1, 2]}
 
 
@@ -105,7 +82,7 @@ def traced(monkeypatch):
 def test_a_trace_is_answered_also_where_the_formula_does_not_read_the_config():
     assert ask(Question(UNREAD, Setup(batch=2), "24GiB"))["verdict"] == "fits"
     found = ask(Question(UNREAD, Setup(batch=30), "24GiB"))
-    wanted = {"verdict": "does not fit", "method": "traced", "change": None, "smaller_model": None}
+    wanted = {"verdict": "does not fit", "method": "traced", "change": None}
     assert found.items() >= wanted.items()
     assert "no change was looked for" in found["notes"][-1]
     assert "hidden_size" in found["notes"][-1]
@@ -116,13 +93,23 @@ def test_where_trace_and_formula_differ_the_answer_says_so_and_the_formula_is_sc
     found = ask(Question(LLAMA, Setup(batch=9), "3GiB"))  # traced: 13 GiB
     assert "the trace says 13.00 GiB in tensors and the formula 7.63 GiB: the trace counts" in found["notes"][-1]
     assert (found["verdict"], found["change"]) == ("does not fit", None)
-    assert found["smaller_model"]["num_blocks"] == {"num_hidden_layers": 35}  # more by the formula alone
 
 
 @pytest.mark.usefixtures("traced")
 def test_the_largest_batch_is_found_by_traces_alone():
     found = ask(Question(UNREAD, Setup(), "24GiB", largest_batch=True))
     assert found["largest_batch"] == {"batch": 20, "num_microbatches": 1, "fits": True}
+
+
+@pytest.mark.usefixtures("traced")
+def test_real_weights_say_which_share_of_them_moves(tmp_path):
+    torch = pytest.importorskip("torch")
+    weights = {"large": torch.full((64, 64), 3.0), "number": torch.tensor(1.0)}
+    pytest.importorskip("safetensors.torch").save_file(weights, tmp_path / "model.safetensors")
+    asked = Question(LLAMA, Setup(learning_rate=1e-3), "24GiB", weights=str(tmp_path))
+    assert "by dry steps on the real weights, about 0 % of the weights move in a step" in ask(asked)["notes"]
+    change = ask(asked)["change"]
+    assert (change["setup"]["dtype"], change["share_that_moves"]) == ("bf16-amp", 1.0)
 
 
 @pytest.mark.parametrize("wrong", [{"architectures": 5}, {"architectures": [None]}, {"model_type": ["llama"]}])

@@ -101,11 +101,10 @@ def estimate(
     memfit estimate --hf-config config.json --batch 8 --seq-len 512 --gpu A100-80GB
     memfit estimate config.yaml --gpu 24GiB
 
-    The step runs on fake tensors, without a GPU, within a minute of CPU time. Where that takes longer, as a loop over
-    time does, a formula gives a wider bound. The figures are allocated (tensors), reserved (torch's allocator) and
-    device (as nvidia-smi shows it). With --gpu it says whether the training fits, and the cheapest change after which
-    it does. Beside a config only --gpu, --allocator, --formula, --time-limit, --accept-tight, --set and --json have an
-    effect.
+    The step runs on fake tensors, without a GPU, within a minute of CPU time. Where that takes longer, a formula gives
+    a wider bound. The figures are allocated (tensors), reserved (torch's allocator) and device (as nvidia-smi shows
+    it). With --gpu it says whether it fits, and the changes after which it does and learns. Beside a config only
+    --gpu, --allocator, --formula, --time-limit, --accept-tight, --set and --json count.
 
     Exit codes: 0 done, 2 bad config or input, 3 it does not fit, only may, or is tight (under 5 % left).
     """
@@ -174,7 +173,7 @@ def _of_model(model: dict[str, Any], flags: Flags, how: Mapping[str, Any]) -> di
         "largest_batch": flags.batch == "auto",
         "global_batch": flags.global_batch,
     }
-    found = ask(Question(model, setup, **more, **how))
+    found = ask(Question(model, setup, weights=str(flags.hf_config), **more, **how))
     batch = found["setup"]["batch"]
     return found | {"data": None if lengths is None else describe_batches(lengths, batch=batch, max_length=most)}
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from memfit.estimation._allocator_settings import AllocatorSettings as AllocatorSettings
     from memfit.estimation._allocator_settings import allocator_faults as allocator_faults
     from memfit.estimation._allocator_settings import check_allocator as check_allocator
+    from memfit.estimation._assumptions import LEAST_SHARE as LEAST_SHARE
+    from memfit.estimation._assumptions import share_that_moves as share_that_moves
     from memfit.estimation._attention import Call as Call
     from memfit.estimation._attention import pick_kernel as pick_kernel
     from memfit.estimation._blocks import ChunkedHead as ChunkedHead
@@ -24,10 +26,10 @@ if TYPE_CHECKING:
     from memfit.estimation._bounds import bound_device as bound_device
     from memfit.estimation._changes import Change as Change
     from memfit.estimation._changes import find_batch as find_batch
-    from memfit.estimation._changes import find_change as find_change
     from memfit.estimation._changes import in_words as in_words
     from memfit.estimation._changes import list_changes as list_changes
     from memfit.estimation._changes import list_options as list_options
+    from memfit.estimation._changes import rank_changes as rank_changes
     from memfit.estimation._cuda_ops import CudaOps as CudaOps
     from memfit.estimation._estimate import METRICS as METRICS
     from memfit.estimation._estimate import Estimate as Estimate

@@ -59,11 +59,9 @@ def _make_contexts() -> tuple[Any, Any]:
 class ChunkedHead(nn.Module):
     """An output layer that computes logits and loss chunk by chunk, and again within the backward pass."""
 
-    def __init__(self, head: nn.Module, num_chunks: int, *, softcap: float | None = None) -> None:
+    def __init__(self, head: nn.Module, num_chunks: int) -> None:
         super().__init__()
-        self.head = head
-        self.num_chunks = num_chunks
-        self.softcap = softcap
+        self.head, self.num_chunks = head, num_chunks
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """Return the hidden states (..., width), or the mean loss over all tokens of labels (...)."""
@@ -75,7 +73,4 @@ class ChunkedHead(nn.Module):
         return torch.stack(losses).sum() / labels.numel()
 
     def _sum(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = self.head(hidden)
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return functional.cross_entropy(logits.float(), labels, reduction="sum")
+        return functional.cross_entropy(self.head(hidden).float(), labels, reduction="sum")

@@ -49,7 +49,7 @@ def bound_device(
         total = Interval.total(parts[phase].values())
         value = max(total.value, replay.allocated_bytes[phase])
         slack = trace.slack_bytes if phase in ("backward", "step") else 0
-        slack += trace.convolution_slack.get(phase, 0) + trace.cast_slack
+        slack += trace.convolution_slack.get(phase, 0)
         by_phase[phase] = Interval(value, max(total.upper, value) + slack + _AT_LEAST)
     top = max(by_phase, key=lambda phase: by_phase[phase].value)
     allocated = Interval.highest(by_phase.values())

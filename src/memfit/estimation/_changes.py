@@ -9,13 +9,13 @@ from itertools import islice
 
 from memfit.estimation._estimate import Estimate
 from memfit.estimation._gpus import Gpu
-from memfit.estimation._setup import Setup
+from memfit.estimation._setup import Dtype, Setup
 from memfit.estimation._time_limit import time_left
 
 #: A change joins others only if it saves this share of the device.
 _WORTH = 0.005
 _MOST_ADDED = 16
-_MOST_CHECKS = 5
+_MOST_CHECKS, _MOST_OF_ONE, _MOST_SHOWN = 10, 4, 3
 #: The options of ``memfit estimate`` for the fields of `Setup` that are set most; ``--train KEY=VALUE`` sets any field.
 _OPTIONS = {name: f"--{name}" for name in ("batch", "dtype", "optimizer", "strategy")} | {
     "seq_len": "--seq-len",
@@ -97,16 +97,22 @@ def _changes(setup: Setup) -> Iterator[tuple[Setup, str, bool]]:
 def _changes_of_training(setup: Setup) -> Iterator[tuple[Setup, str, bool]]:
     trains = setup.optimizer != "none"
     full_update = trains and not setup.lora_rank
+    is_narrow = setup.dtype in ("bf16", "fp16") and not setup.master_weights
+    if full_update and setup.optimizer == "adamw" and not is_narrow:
+        yield replace(setup, optimizer="paged_adamw"), "moments wait in host memory", True
     one = setup.num_microbatches == 1 and setup.strategy == "none"
     if full_update and one and not setup.optimizer_in_backward and not setup.master_weights:
         changed = replace(setup, optimizer_in_backward=True, clip_grad_norm=False)
         yield changed, "no clipping by the norm", not setup.clip_grad_norm
+    if full_update and is_narrow:
+        wide: Dtype = "bf16-amp" if setup.dtype == "bf16" else "fp16-amp"
+        yield replace(setup, dtype=wide), "weights and moments in fp32", False
     if full_update and setup.optimizer in ("adam", "adamw") and not setup.master_weights:
-        yield replace(setup, optimizer="adamw8bit", state_dtype=None), "moments in 8 bits", False
-        yield replace(setup, optimizer="adafactor", state_dtype=None), "another optimizer, of hardly any state", False
+        yield replace(setup, optimizer="adamw8bit"), "moments in 8 bits", False
+        yield replace(setup, optimizer="adafactor"), "another optimizer, of hardly any state", False
     adapters = replace(setup, lora_rank=16, optimizer="adamw") if full_update else setup
     if trains:
-        adapters = replace(adapters, master_weights=False, state_dtype=None, optimizer_in_backward=False)
+        adapters = replace(adapters, master_weights=False, optimizer_in_backward=False)
     if full_update:
         yield adapters, "trains adapters only", False
     if setup.quantization == "none" and setup.strategy == "none":
@@ -118,34 +124,58 @@ _Guess = Callable[[Setup], int]
 _Lister = Callable[[Setup], Iterator[Change]]
 
 
-def find_change(
-    setup: Setup, gpu: Gpu, guess: _Guess, check: Callable[[Setup], Estimate], changes: _Lister = list_changes
-) -> tuple[Change, Estimate] | None:
-    """Return the cheapest change after which the bound fits the device: single ones first, then several together.
-    ``guess`` quickly guesses the bound of the device's peak in bytes; what does not fit by it is not checked. ``check``
-    decides."""
-    candidates = _candidates(setup, guess, _WORTH * gpu.total_bytes, changes)
-    for change in islice((one for one in candidates if guess(one.setup) <= gpu.total_bytes), _MOST_CHECKS):
-        found = check(change.setup)
-        if found.verdict == "fits":
-            return change, found
-    return None
+def rank_changes(
+    setup: Setup,
+    gpu: Gpu,
+    guess: _Guess,
+    check: Callable[[Setup], Estimate],
+    changes: _Lister = list_changes,
+    learns: Callable[[Setup], bool] = lambda setup: True,
+) -> list[tuple[Change, Estimate]]:
+    """Return changes after which the bound fits the device, one for each way to train: first those that learn, and of
+    them first those that change the training least. ``guess`` quickly guesses the bound of the device's peak in bytes;
+    what does not fit by it is not checked. ``check`` decides."""
+    ways = [Change((), "", setup), *(one for one in changes(setup) if _is_way(setup, one))]
+    wide = next((one for one in ways if one.setup.autocasts and not one.setup.lora_rank), ways[0])
+    if not learns(setup) and wide is not ways[0]:  # adapters learn already
+        joined = (_join(setup, wide, one) for one in changes(wide.setup) if _is_way(wide.setup, one))
+        ways = [wide, *(one for one in joined if not one.setup.lora_rank), *(one for one in ways if one is not wide)]
+
+    def fit(way: Change) -> tuple[Change, Estimate] | None:
+        best = None
+        saving = _saving(setup, way, guess, _WORTH * gpu.total_bytes, changes)
+        hopeful = (one for one in saving if one.options and guess(one.setup) <= gpu.total_bytes)
+        for change, _ in zip(islice(hopeful, _MOST_OF_ONE), checks, strict=False):
+            found = check(change.setup)
+            best = (change, found) if found.verdict in ("fits", "tight") else best
+            if found.fits:
+                break
+        return best
+
+    ranked, checks = list[tuple[Change, Estimate]](), iter(range(_MOST_CHECKS))
+    is_lost = not learns(setup) and guess(setup) > gpu.total_bytes  # what fits as it is needs no saving
+    for is_kept, most in ((True, _MOST_SHOWN), (False, is_lost)):
+        fitting = map(fit, (way for way in ways if learns(way.setup) is is_kept))
+        ranked += islice(filter(None, fitting), most)
+    return ranked
 
 
-def _candidates(setup: Setup, guess: _Guess, worth: float, changes: _Lister) -> Iterator[Change]:
-    singles = list(changes(setup))
-    yield from (change for change in singles if change.same_training)
-    added = Change((), "", setup)
+def _is_way(setup: Setup, change: Change) -> bool:
+    """Whether it is another way to train, of which each is ranked by itself."""
+    return not change.same_training or change.setup.optimizer != setup.optimizer
+
+
+def _saving(setup: Setup, way: Change, guess: _Guess, worth: float, changes: _Lister) -> Iterator[Change]:
+    """Yield a way to train, then with one change that keeps it, the cheapest first, then with several."""
+    kept = [one for one in changes(way.setup) if not _is_way(way.setup, one)]
+    yield from (way, *(_join(setup, way, one) for one in kept))
     for _ in range(_MOST_ADDED):  # each round adds the cheapest one that saves something and applies still
-        kept = [change for change in changes(added.setup) if change.same_training]
-        following = next((change for change in kept if guess(added.setup) - guess(change.setup) > worth), None)
+        following = next((one for one in kept if guess(way.setup) - guess(one.setup) > worth), None)
         if following is None:
             break
-        added = _join(setup, added, following)
-        yield added
-    yield from (change for change in singles if not change.same_training)
-    if added.options:
-        yield from (_join(setup, added, change) for change in changes(added.setup) if not change.same_training)
+        way = _join(setup, way, following)
+        yield way
+        kept = [one for one in changes(way.setup) if not _is_way(way.setup, one)]
 
 
 def _join(setup: Setup, first: Change, second: Change) -> Change:

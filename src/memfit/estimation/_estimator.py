@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from memfit.errors import ConfigError, MissingExtraError, UntraceableError
 from memfit.estimation._allocator import replay
 from memfit.estimation._allocator_settings import AllocatorSettings
+from memfit.estimation._assumptions import list_assumptions
 from memfit.estimation._bounds import bound_device
 from memfit.estimation._estimate import Estimate, judge
 from memfit.estimation._events import find_peaks
 from memfit.estimation._formula import estimate_formula
 from memfit.estimation._gpus import ANY_GPU, Gpu, find_gpu
-from memfit.estimation._setup import Setup, list_assumptions
+from memfit.estimation._setup import Setup
 from memfit.estimation._time_limit import TIME_LIMIT, limit_time
 from memfit.units import format_count
 
@@ -116,10 +117,6 @@ def _assemble(model: Any, batch: Any, loss: Loss, notes: Iterable[str], setup: S
     from memfit.estimation._parallel import shard
     from memfit.estimation._program import Program, find_blocks, find_dtypes
 
-    cast_slack = 0
-    if setup.quantization != "none":  # PEFT's prepare_model_for_kbit_training casts the rest to fp32
-        narrow = (one for one in model.parameters() if one.is_floating_point() and one.itemsize == 2)
-        cast_slack = sum(one.nbytes for one in narrow) // (setup.world_size if setup.is_sharded else 1)
     optimizer, assumed = build_optimizer(model, setup)
     clips = setup.clip_grad_norm and optimizer is not None
     if clips and setup.optimizer_in_backward:
@@ -133,7 +130,6 @@ def _assemble(model: Any, batch: Any, loss: Loss, notes: Iterable[str], setup: S
         num_microbatches=setup.num_microbatches,
         clip_grad_norm=clips,
         notes=(*notes, *assumed),
-        cast_slack=cast_slack,
     )
     checkpoint_blocks(find_blocks(model), setup.gradient_checkpointing)
     return shard(program, setup)
@@ -207,7 +203,7 @@ def _program_of(
 
     batch = map_tensors(fake, example_batch)
     if setup.lora_rank:
-        add_lora(model, setup.lora_rank, setup.lora_targets or ("all-linear",))
+        add_lora(model, setup.lora_rank, setup.lora_targets or ("all-linear",), dropout=setup.lora_dropout)
     return _assemble(model, batch, loss or _own_loss, (), setup)
 
 

@@ -40,7 +40,6 @@ class Trace:
     streams: Mapping[int, int] = field(default_factory=dict)  # of blocks that were born on another CUDA stream than 0
     slack_bytes: int = 0  # that another implementation of the optimizer may take beyond the trace
     convolution_slack: Mapping[Phase, int] = field(default_factory=dict)  # of other algorithms of cuDNN, by phase
-    cast_slack: int = 0  # bytes that stay if libraries widen weights after loading
 
 
 @dataclass(frozen=True)

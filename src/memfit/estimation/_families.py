@@ -140,7 +140,6 @@ class Attention(NamedTuple):
     upcasts: bool = True  # its softmax runs in fp32
     # Each block adds its own bias of positions (create_position_bias_mask in integrations/sdpa_attention.py).
     is_biased: bool = False
-    is_capped: bool = False  # the scores have a softcap, which no fused kernel supports
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,6 @@ class Anatomy:
     head: Linear  # makes the logits
     is_tied: bool  # the head's weight is the first embedding
     num_other_parameters: int  # outside of blocks, embeddings and head
-    caps_logits: bool = False  # the logits have a softcap
     upcasts_logits: bool = True  # the loss needs them in fp32 (ForCausalLMLoss in loss/loss_utils.py)
     is_exact: bool = True  # the count of parameters is that of transformers
 
@@ -196,12 +194,11 @@ def _language_model(
     return Anatomy(family, stacks, tables, Linear("lm_head", width, vocabulary), is_tied, others, **more)
 
 
-def _rms_norm(width: int, flavour: str = "llama") -> tuple[Kept, ...]:
+def _rms_norm(width: int, *, keeps_input: bool = False) -> tuple[Kept, ...]:
     """The input in fp32, and its normalised form for the weight's gradient; T5 also keeps the 16-bit input."""
     upcast = Kept("input of a norm in fp32", width, "fp32")
-    original = (Kept("input of a norm", width, "narrow"),) if flavour == "t5" else ()
-    kind: Kind = "fp32" if flavour == "gemma" else "stream"
-    return (upcast, *original, Kept("normalised", width, kind, for_weight=True))
+    original = (Kept("input of a norm", width, "narrow"),) if keeps_input else ()
+    return (upcast, *original, Kept("normalised", width, "stream", for_weight=True))
 
 
 def _layer_norm(width: int) -> tuple[Kept, ...]:
@@ -274,33 +271,26 @@ def _join(parts: tuple[Block, ...], norms: tuple[Kept, ...], num_norm_parameters
 
 
 def _gated_decoder(config: ModelConfig, family: str) -> Anatomy:
-    """Llama, Mistral, Qwen, Gemma and models like them."""
+    """Llama, Mistral, Qwen and models like them."""
     width, heads = config.hidden, config.heads
-    default = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3": 256}.get(family)
+    default = 128 if family == "qwen3" else None
     is_split = config.get("head_dim") is None and default is None
     dim = config.split_width if is_split else config.size("head_dim", default=default, least=1)
     kv_heads = config.size("num_key_value_heads", default=heads, least=1)
-    flavour = "gemma" if family.startswith("gemma") else "llama"
-    has_qk_norm = family in ("qwen3", "gemma3")
-    num_norms = 4 if family in ("gemma2", "gemma3") else 2
     bias = bool(config.get("attention_bias", "use_qkv_bias", default=False))
     biases = (True, False) if family == "qwen2" else (bias, bias)
-    is_capped = family == "gemma2" and bool(config.entries.get("attn_logit_softcapping", 50.0))
-    drops = config.drops("attention_dropout")
-    attention = Attention(heads, kv_heads, dim, drops, is_capped=is_capped)
+    attention = Attention(heads, kv_heads, dim, config.drops("attention_dropout"))
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     attend = _attention(width, attention, names, bias=biases)
-    norms = _rms_norm(width, flavour) * num_norms
-    if has_qk_norm:
-        norms += _rms_norm(heads * dim, flavour) + _rms_norm(kv_heads * dim, flavour)
+    norms = _rms_norm(width) * 2
+    if has_qk_norm := family == "qwen3":
+        norms += _rms_norm(heads * dim) + _rms_norm(kv_heads * dim)
     act = config.text("hidden_activation", "hidden_act", default="silu")
     mlp = _gated_mlp(width, config.inner, act, bias=bool(config.get("mlp_bias", default=False)))
     masks = 2 if config.drops("resid_pdrop", "hidden_dropout") else 0
-    block = _join((attend, mlp), norms, num_norms * width + 2 * dim * has_qk_norm, masks)
-    caps_logits = bool(config.get("final_logit_softcapping", default=30.0 if family == "gemma2" else 0.0))
-    tied = family.startswith("gemma")
-    stacks = (Stack(block, config.layers),)
-    return _language_model(config, family, stacks, tied=tied, others=width, caps_logits=caps_logits)
+    block = _join((attend, mlp), norms, 2 * width + 2 * dim * has_qk_norm, masks)
+    tied = str(config.entries.get("model_type")).startswith("gemma")
+    return _language_model(config, family, (Stack(block, config.layers),), tied=tied, others=width)
 
 
 def _plain_decoder(config: ModelConfig, family: str) -> Anatomy:
@@ -334,7 +324,7 @@ def _t5(config: ModelConfig, family: str) -> Anatomy:
         if drops and words[-1] == "relu":  # relu keeps its result, wo the one after dropout
             dropped += (Kept("result of relu", inner),)
     mlp = replace(mlp, kept=mlp.kept + dropped)
-    norm = _rms_norm(width, "t5")
+    norm = _rms_norm(width, keeps_input=True)
     encoder = _join((attend, mlp), norm * 2, 2 * width, 2 * drops)
     decoder = _join((attend, cross, mlp), norm * 3, 3 * width, 3 * drops)
     decoders = config.size("num_decoder_layers", default=config.layers)
@@ -345,7 +335,7 @@ def _t5(config: ModelConfig, family: str) -> Anatomy:
 
 #: The families whose parameters are counted exactly, by ``model_type``.
 FAMILIES: Mapping[str, Callable[[ModelConfig, str], Anatomy]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"), _gated_decoder),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _gated_decoder),
     "gpt2": _plain_decoder,
     **dict.fromkeys(("t5", "mt5"), _t5),
 }

@@ -12,12 +12,13 @@ from math import ceil
 from typing import Any
 
 from memfit.errors import ConfigError, nearest
+from memfit.estimation._assumptions import list_assumptions
 from memfit.estimation._estimate import Estimate, Metric, judge
 from memfit.estimation._events import Part, Phase
 from memfit.estimation._families import Anatomy, Attention, Kept, Stack, check_names, find_anatomy
 from memfit.estimation._gpus import ANY_GPU, Gpu
 from memfit.estimation._interval import Interval
-from memfit.estimation._setup import NF4_BLOCK, STATE_BLOCK, Setup, find_lora_targets, list_assumptions
+from memfit.estimation._setup import NF4_BLOCK, STATE_BLOCK, Setup, find_lora_targets
 
 #: The versions whose memory the formula counts.
 _RULES_OF = {"torch": "2.13", "transformers": "5"}
@@ -89,13 +90,12 @@ class _Case:
     def __init__(self, anatomy: Anatomy, setup: Setup) -> None:
         self.anatomy, self.setup = anatomy, setup
         self.above_count, self.above_kept, self.above_temporary = _ABOVE[anatomy.is_exact]
-        self.is_amp = setup.dtype.endswith("-amp")
+        self.is_amp = setup.autocasts
         self.compute = _SIZE[setup.dtype.removesuffix("-amp")]  # bytes of a number in matrix products
         self.held = 4 if self.is_amp else self.compute  # of a weight, and of the hidden states
         self.trained = 4 if setup.lora_rank else self.held  # adapters are fp32 (PEFT's autocast_adapter_dtype)
         self.has_masters = self.trained == 2 and setup.master_weights
-        own_state = 4 if self.has_masters else self.trained
-        self.state = _SIZE[setup.state_dtype] if setup.state_dtype else own_state
+        self.state = 4 if self.has_masters else self.trained
         self.share = 1 / setup.world_size if setup.is_sharded else 1.0
         #: The matrix products of the blocks, and how many blocks have each.
         self.linears = [(one, stack.num_blocks) for stack in anatomy.stacks for one in stack.block.linears]
@@ -115,10 +115,7 @@ class _Case:
         self.num_largest = max(largest, default=0)
         rest = (anatomy.num_parameters - self.num_weights) * self.held
         in_blocks = ceil(self.num_weights * (self.held if setup.quantization == "none" else _IN_4_BITS))
-        # Libraries may widen what is not quantised to fp32.
-        widened = rest * (setup.quantization != "none" and self.held == 2)
-        counted = in_blocks + rest + num_adapters * self.trained
-        self.weights = self._shared(self._wide(Interval(counted, counted + widened)))
+        self.weights = self._shared(self._wide(Interval(in_blocks + rest + num_adapters * self.trained)))
         one_gradient = self.num_largest * self.trained
         self.gradients = self._wide(
             Interval(one_gradient, 2 * one_gradient)
@@ -176,9 +173,7 @@ class _Case:
             found = Interval(every * size, 3 * every * size) if self.setup.foreach else Interval(0, 8 * one * size)
             return self._wide(found)
         if name in ("adamw", "adam"):
-            size = self.state
-            copies = 2 if size != self.trained and not self.has_masters else 1
-            found = Interval(every * size * copies) if self.setup.foreach else Interval(0, 2 * one * size)
+            found = Interval(every * self.state) if self.setup.foreach else Interval(0, 2 * one * self.state)
         elif name.endswith("8bit") or name == "paged_adamw":  # a kernel, or fp32 copies of one weight after another
             found = Interval(0, 8 * one)
         else:
@@ -194,20 +189,23 @@ class _Case:
             adapted = sum(name in self.targets for name in kept.feeds)
             if not self.setup.lora_rank:
                 found = self.compute * (len(kept.feeds) if self.is_amp else 1) * is_own
+            elif self.setup.lora_dropout:  # of each adapter: a mask, and what is left in the dtype of its product
+                found = adapted * (1 + (self.compute if self.is_amp else self.trained))
             elif self.is_amp or self.trained == self.compute:
                 found = self.compute * (adapted if self.is_amp else min(adapted, 1)) * is_own
             else:  # each adapter casts the input to its fp32 anew
                 found = 4 * adapted
-            return found, found + 5 * adapted  # with dropout: a mask, and the result beside the input
+            return found, found + 4 * adapted * bool(self.setup.lora_dropout)  # a copy beside it
         if kept.for_weight and self.setup.lora_rank:
             return 0, 0
-        sizes = {"compute": self.compute, "stream": self.held, "fp32": 4, "byte": 1, "shared": 0}
+        own = self.compute if self.setup.quantization == "none" else self.held  # bitsandbytes gives its input's dtype
+        sizes = {"compute": own, "stream": self.held, "fp32": 4, "byte": 1, "shared": 0}
         size = sizes.get(kept.kind, 2 if self.held == 2 else 0)
         return size, size
 
     def _keeps_scores(self, one: Attention) -> bool:
         """Whether no fused kernel runs: none takes fewer heads of keys in fp32 (ATen/.../cuda/sdp_utils.cpp)."""
-        return self.setup.attention == "eager" or one.is_capped or (self.compute == 4 and one.kv_heads != one.heads)
+        return self.setup.attention == "eager" or (self.compute == 4 and one.kv_heads != one.heads)
 
     def _attention_kept(self, one: Attention, queries: int, keys: int) -> Interval:
         """Queries, keys, values, result and log-sum-exp of a fused kernel; the scores of an eager one."""
@@ -218,7 +216,7 @@ class _Case:
         pairs = one.heads * queries * keys
         if self._keeps_scores(one):
             scores = 4 if one.upcasts or self.is_amp else size
-            scores += (size if one.has_dropout or scores != size else 0) + one.has_dropout + size * one.is_capped
+            scores += (size if one.has_dropout or scores != size else 0) + one.has_dropout
             return Interval(value + repeated + batch * pairs * scores)
         value += batch * queries * one.heads * 4
         bias = pairs * size if one.is_biased else 0
@@ -281,9 +279,8 @@ class _Case:
         rows = batch * self._tokens(self.anatomy.stacks[-1])[0]
         numbers, chunks = rows * head.outputs, max(self.setup.loss_chunks, 1)
         wide = 4 if self.anatomy.upcasts_logits or self.is_amp else self.compute
-        capped = self.compute * self.anatomy.caps_logits  # the result of the hyperbolic tangent
-        forward = ceil(numbers * (capped + self.compute + wide * (wide != self.compute) + wide) / chunks)
-        backward, pieces = ceil(numbers * (3 * wide + capped) / chunks), numbers * wide * (chunks > 1)
+        forward = ceil(numbers * (self.compute + wide * (wide != self.compute) + wide) / chunks)
+        backward, pieces = ceil(numbers * 3 * wide / chunks), numbers * wide * (chunks > 1)
         return Interval(forward, forward + pieces), Interval(backward, backward + pieces + numbers * self.compute)
 
     # Moments
@@ -293,7 +290,7 @@ class _Case:
         """Weights in autocast's dtype: all of them at the end of the forward pass."""
         if self.held == self.compute or self.setup.is_sharded:
             return Interval()
-        numbers = self.num_weights + self.anatomy.head.num_weights
+        numbers = self.num_weights * (self.setup.quantization == "none") + self.anatomy.head.num_weights
         return self._wide(Interval(numbers * self.compute))
 
     @property
@@ -377,5 +374,5 @@ class _Case:
             family = self.anatomy.family
             found.append(f"this model's family is unknown: it is counted like {family}, and bounds are twice as wide")
         if self.setup.lora_rank:
-            found.append("adapters are in fp32; the bound assumes dropout of their inputs")
+            found.append("adapters are in fp32")
         return found

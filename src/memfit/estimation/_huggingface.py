@@ -55,8 +55,8 @@ def build_step(config: Mapping[str, Any], setup: Setup) -> tuple[Any, dict[str, 
         model.train()
     if setup.lora_rank:
         targets = setup.lora_targets or find_lora_targets(model.config.model_type)
-        count = add_lora(model, setup.lora_rank, targets, head=head)
-        notes.append(f"{count} fp32 adapters beside {', '.join(targets)}, without dropout, as PEFT runs them")
+        count = add_lora(model, setup.lora_rank, targets, head=head, dropout=setup.lora_dropout)
+        notes.append(f"{count} fp32 adapters beside {', '.join(targets)}, as PEFT runs them")
     if setup.loss_chunks > 1:
         head = _chunk_loss(model, setup, head, notes)
     return model, batch, _make_loss(head), notes
@@ -318,12 +318,10 @@ def _chunk_loss(model: Any, setup: Setup, head: Any, notes: list[str]) -> Any:
     if head is None or not isinstance(head, nn.Linear):
         notes.append("the loss is not made in chunks: the model has no single output layer")
         return head
-    softcap = getattr(model.config, "final_logit_softcapping", None)
     tokens = setup.batch * (setup.target_len or setup.seq_len)
     chunks = math.ceil(tokens / math.ceil(tokens / setup.loss_chunks))
-    chunked = ChunkedHead(head, chunks, softcap=softcap)
-    if softcap is not None:
-        model.config.final_logit_softcapping = None
+    chunked = ChunkedHead(head, chunks)
+    model.config.final_logit_softcapping = None  # of logits; Gemma 2's are as many without
     model.set_output_embeddings(chunked)
     notes.append("each chunk of the loss is computed again in the backward pass: no logits are kept")
     return chunked

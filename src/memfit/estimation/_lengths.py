@@ -18,8 +18,8 @@ def describe_batches(lengths: npt.NDArray[np.int64], *, batch: int, max_length: 
     """Return what batches of random sequences are like, each padded to its longest; sequences are cut to
     ``max_length``.
 
-    ``worst_batch_tokens`` is the largest batch that can occur, ``pad_share`` the expected share of padding, ``saving``
-    the share of tokens saved compared with padding to ``max_length`` (the peak stays), ``text`` the same in words."""
+    ``pad_share`` is the expected share of padding, ``saving`` the share of tokens saved compared with padding to
+    ``max_length`` (the peak stays), ``text`` the same in words."""
     import numpy as np
 
     check_counts(UsageError, 1, batch=batch, max_length=max_length)
@@ -40,7 +40,6 @@ def describe_batches(lengths: npt.NDArray[np.int64], *, batch: int, max_length: 
         "mean_tokens": mean,
         "longest_tokens": longest,
         "truncated_share": truncated,
-        "worst_batch_tokens": max(longest, 1) * min(batch, count),
         "pad_share": pad_share,
         "saving": saving,
         "text": text,

@@ -88,22 +88,24 @@ def _find_features(module: nn.Module) -> tuple[int, int]:
 class LoraLinear(nn.Module):
     """A frozen linear layer and two narrow fp32 ones beside it, as PEFT's ``tuners/lora/layer.py`` runs them."""
 
-    def __init__(self, base: nn.Module, rank: int) -> None:
+    def __init__(self, base: nn.Module, rank: int, dropout: float = 0.0) -> None:
         super().__init__()
         features_in, features_out = _find_features(base)
-        self.base_layer = base
+        self.base_layer, self.dropout = base, nn.Dropout(dropout)
         self.lora_A = nn.Linear(features_in, rank, bias=False, dtype=torch.float32)
         self.lora_B = nn.Linear(rank, features_out, bias=False, dtype=torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.base_layer(x)
-        update: torch.Tensor = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype))) * 2.0
+        update: torch.Tensor = self.lora_B(self.lora_A(self.dropout(x.to(self.lora_A.weight.dtype)))) * 2.0
         if isinstance(self.base_layer, QuantizedLinear):  # PEFT's tuners/lora/bnb.py casts before it adds
             return result + (update if torch.is_autocast_enabled("cpu") else update.to(result.dtype))
         return (result + update).to(result.dtype)
 
 
-def add_lora(model: nn.Module, rank: int, targets: Sequence[str], *, head: nn.Module | None = None) -> int:
+def add_lora(
+    model: nn.Module, rank: int, targets: Sequence[str], *, head: nn.Module | None = None, dropout: float = 0.0
+) -> int:
     """Freeze a model but its classifier, put adapters beside linear layers (by last names), and return how many."""
     model.requires_grad_(False)
     linears = {name: module for name, module in model.named_modules() if name and _is_linear(module)}
@@ -120,7 +122,7 @@ def add_lora(model: nn.Module, rank: int, targets: Sequence[str], *, head: nn.Mo
         )
     for name in chosen:
         parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, LoraLinear(linears[name], rank))
+        setattr(model.get_submodule(parent), last, LoraLinear(linears[name], rank, dropout))
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] in CLASSIFIERS and not isinstance(module, LoraLinear):
             for parameter in module.parameters():

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from memfit.errors import ConfigError
-from memfit.estimation._program import DTYPES
 from memfit.estimation._setup import STATE_BLOCK, Setup
 
 #: bitsandbytes 0.45, optim/optimizer.py: smaller tensors keep fp32 moments (torchao 0.7 draws the same line); smaller
@@ -41,9 +40,6 @@ def build_optimizer(model: nn.Module, setup: Setup) -> tuple[torch.optim.Optimiz
         notes.append("8-bit moments are those of bitsandbytes; transformers' trainer keeps fp32 ones of embeddings")
     if setup.master_weights:
         notes.append("the step makes fp32 gradients of all weights that have a master copy")
-    fixed = ("adamw8bit", "paged_adamw", "paged_adamw8bit", "adafactor", "sgd", "momentum")
-    if setup.state_dtype is not None and (setup.optimizer in fixed or setup.master_weights):
-        notes.append(f"state_dtype has no effect on {setup.optimizer}{' with fp32 masters' * setup.master_weights}")
     return made, tuple(notes)
 
 
@@ -62,8 +58,6 @@ def _choose(setup: Setup) -> _Factory:
         momentum = 0.9 if name == "momentum" else 0.0
         # The fused kernel has no fake version; it takes as much as the loop over weights.
         return partial(torch.optim.SGD, lr=1e-3, momentum=momentum, foreach=foreach, fused=False)
-    if setup.state_dtype is not None and not setup.master_weights:
-        return partial(_MixedAdam, dtype=DTYPES[setup.state_dtype], foreach=foreach)
     adam = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
     fast: dict[str, Any] = {"foreach": True} if foreach else {"fused": True}
     return partial(adam, lr=1e-3, **fast)
@@ -108,27 +102,6 @@ class WeightByWeight(torch.optim.Optimizer):
             if not self.state[weight]:
                 self.state[weight] = self._make_state(weight)
             self._make_temporaries(weight)
-
-
-class _MixedAdam(torch.optim.Optimizer):
-    """Adam whose moments have their own dtype: gradients are cast to it."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor], dtype: torch.dtype, foreach: bool) -> None:
-        super().__init__(parameters, {})
-        self._dtype = dtype
-        self._foreach = foreach
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        weights = _weights_with_gradients(self)
-        for weight in weights:
-            if not self.state[weight]:
-                names = ("exp_avg", "exp_avg_sq")
-                self.state[weight] = {name: torch.zeros_like(weight, dtype=self._dtype) for name in names}
-        if self._foreach:
-            gradients = [weight.grad.to(self._dtype) for weight in weights if weight.grad is not None]
-            denominators = torch._foreach_sqrt([self.state[weight]["exp_avg_sq"] for weight in weights])
-            del gradients, denominators
 
 
 class _MasterWeights(torch.optim.Optimizer):

@@ -31,7 +31,6 @@ class Program:
     num_microbatches: int = 1  # forward and backward passes before each update
     clip_grad_norm: bool = False
     notes: tuple[str, ...] = ()  # what was replaced or assumed
-    cast_slack: int = 0  # bytes that stay beyond the count if libraries widen weights after loading them
 
     def step(self) -> None:
         optimizer = self.optimizer
@@ -56,9 +55,10 @@ class Program:
 
 def find_dtypes(setup: Setup) -> tuple[torch.dtype, torch.dtype | None]:
     """Return the dtype of the weights, and that of autocast."""
-    if setup.dtype.endswith("-amp"):
-        return torch.float32, DTYPES[setup.dtype.removesuffix("-amp")]
-    return DTYPES[setup.dtype], None
+    computes = DTYPES[setup.dtype.removesuffix("-amp")]
+    if setup.autocasts and computes is not torch.float32:
+        return torch.float32, computes
+    return computes, None
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.estimation._cuda_ops import CudaOps
 from memfit.estimation._events import Event, Part, Phase
+from memfit.estimation._recurrent import count_onednn
 from memfit.estimation._time_limit import check_time
 
 _forced_parts: list[tuple[Part, int]] = []
@@ -24,6 +25,8 @@ _aten = torch.ops.aten
 #: The number of every block that is not on the device: a number made into a tensor, such as Adam's count of steps.
 _ON_HOST = -1
 _DEPENDS_ON_DATA = (_aten.index.Tensor, _aten.masked_select.default, _aten.nonzero.default)
+#: An LSTM on the CPU; on CUDA cuDNN runs it.
+_ON_CPU = (_aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default)
 
 
 @contextlib.contextmanager
@@ -162,6 +165,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs = {**kwargs, "device": torch.device("cpu")}  # autograd on a fake "cuda" tensor ends the process
         self._meet(func, args)
         result = func(*args, **kwargs)
+        if func is _aten.mkldnn_rnn_layer.default and args[-1]:  # in training; fake tensors know no workspace
+            result = (*result[:3], args[0].new_empty(count_onednn(args)[0], dtype=torch.uint8))
         plan = self.plans.get(func)
         if plan is None:
             plan = self.plans[func] = (_effect_of(func), self.cuda is not None and self.cuda.concerns(func))
@@ -176,6 +181,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self.log.resize(tensor)
         if is_concern:
             self._count_inside(func, args, result)
+        elif func in _ON_CPU:
+            self.log.bury(self.log.bear(count_onednn(args)[1]))
         return result
 
     def _meet(self, func: Any, args: tuple[Any, ...]) -> None:

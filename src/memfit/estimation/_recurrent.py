@@ -1,4 +1,5 @@
-"""Recurrent layers as cuDNN runs them: one operation for all layers and times, with a reserve that it keeps.
+"""Recurrent layers as cuDNN runs them: one operation for all layers and times, with a reserve that it keeps; and what
+oneDNN keeps of an LSTM on the CPU.
 
 cuDNN publishes neither the size of its reserve nor that of its workspace. The numbers were fitted to what an H100
 showed with cuDNN 9.19 for fourteen stacks of layers. `benchmarks/gpu.py` sets estimates of three others beside a GPU.
@@ -16,6 +17,7 @@ from torch import Tensor
 RECURRENT = {"lstm": (6, 5.1), "gru": (7, 4.2), "rnn_tanh": (2, 3.6), "rnn_relu": (2, 3.6)}
 #: The workspace of two directions, and the share of it that the weights add.
 _OF_BOTH, _OF_WEIGHTS = 1.5, 1.3
+_PAGE = 4096
 
 
 class _Layers(torch.autograd.Function):
@@ -61,3 +63,21 @@ def run_recurrent(kind: str, x: Tensor, state: Any, weights: Sequence[Tensor], *
     sizes = output_size, reserve, int(workspace)
     output, *last = _Layers.apply(sizes, len(states), x_TNF, *states, *weights)  # type: ignore[no-untyped-call]
     return (output.transpose(0, 1) if is_batch_first else output, *last)
+
+
+def count_onednn(args: Sequence[Any]) -> tuple[int, int]:
+    """Return the bytes of oneDNN's workspace for a layer of an LSTM in training, which live until its backward pass,
+    and of its scratch memory: gates, states, their gradients, all in whole pages, and weights in wider rows. Fitted to
+    torch 2.13, and equal to its workspaces (oneDNN's rnn/rnn_utils.cpp)."""
+    steps, batch, features = args[0].shape
+    size = args[2].shape[1]
+    of_gates, of_states, wide = batch * steps, 2 * batch * (steps + 1), _row(max(features, size))
+    rows = [(of_gates, _row(4 * size)), (of_gates, _row(size)), *[(of_states, wide)] * 3, *[(of_states, size)] * 2]
+    gates, *others = [-(-4 * number * row // _PAGE) * _PAGE for number, row in rows]
+    return gates + sum(others), gates + 4 * (features + size) * _row(4 * size) + 4 * _PAGE
+
+
+def _row(size: int) -> int:
+    """Return how many numbers a row takes: whole cache lines, and one more where 1 KiB divides them."""
+    size = -(-size // 16) * 16
+    return size if size % 256 else size + 16

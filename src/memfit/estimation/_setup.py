@@ -46,7 +46,6 @@ class Setup:
         target_len: Tokens of a target of an encoder-decoder model; None for ``seq_len``.
         dtype: ``bf16`` and ``fp16``: weights, gradients and optimizer states are 16-bit. With ``-amp`` they are fp32
             and forward and loss run under autocast.
-        state_dtype: The dtype of the optimizer's moments; None for that of the weights.
         master_weights: Whether the optimizer holds an fp32 copy of 16-bit weights.
         optimizer: The optimizer's name; a paged one is that of bitsandbytes, whose large moments may leave the device.
         optimizer_in_backward: Whether the backward pass updates each weight and drops its gradient.
@@ -58,18 +57,19 @@ class Setup:
         compiled: Whether blocks run through ``torch.compile``. It is counted as without, and a note says so.
         lora_rank: The rank of LoRA adapters; 0 for none. The base weights are frozen then.
         lora_targets: The names of the modules that get adapters; empty for PEFT's default.
-        quantization: How frozen base weights are held.
+        lora_dropout: Dropout of the adapters' inputs; PEFT's own default is 0, that of most recipes 0.05.
+        quantization: How frozen base weights are held. One device trains the rest in fp32, under autocast.
         world_size: Devices.
         strategy: What the devices share out.
         num_microbatches: Forward and backward passes before each update.
         clip_grad_norm: Whether gradients are clipped by their norm.
+        learning_rate: Says whether updates survive the precision; None for 1e-4.
     """
 
     batch: int = 1
     seq_len: int = 512
     target_len: int | None = None
     dtype: Dtype = "bf16"
-    state_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     master_weights: bool = False
     optimizer: Optimizer = "adamw"
     optimizer_in_backward: bool = False
@@ -80,11 +80,13 @@ class Setup:
     compiled: bool = False
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
+    lora_dropout: float = 0.05
     quantization: Quantization = "none"
     world_size: int = 1
     strategy: Strategy = "none"
     num_microbatches: int = 1
     clip_grad_norm: bool = True
+    learning_rate: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse a setup that contradicts itself, in the options of ``memfit estimate``."""
@@ -129,27 +131,16 @@ class Setup:
         """Whether each device holds a part of the weights and gathers them for each block."""
         return self.world_size > 1 and self.strategy == "fsdp"
 
+    @property
+    def autocasts(self) -> bool:
+        """Whether a step casts fp32 weights, as also after PEFT's ``prepare_model_for_kbit_training``."""
+        prepared = self.quantization != "none" and self.optimizer != "none" and not self.is_sharded
+        return prepared or self.dtype.endswith("-amp")
+
 
 def find_lora_targets(model_type: str) -> tuple[str, ...]:
     """Return the names of the layers that PEFT adapts by default in models of a type."""
     return _LORA_TARGETS.get(model_type, ("q_proj", "v_proj"))
-
-
-def list_assumptions(setup: Setup) -> tuple[str, ...]:
-    found = [NOT_COMPILED] if setup.compiled else []
-    full = not setup.lora_rank and setup.optimizer != "none"
-    if setup.dtype == "bf16" and full and not setup.master_weights:
-        found.append(
-            "pure bf16 loses every update smaller than about 1/256 of its weight; "
-            "use --train master_weights=true or --dtype bf16-amp"
-        )
-    if setup.optimizer.startswith("paged"):
-        found.append("paged: moments of 100,000 numbers or more take free room alone, and leave it for tensors")
-    if setup.is_sharded:
-        found.append("loading is not counted: build on the meta device and load shard by shard")
-    if setup.quantization != "none":
-        found.append("the bound has the weights that stay in fp32, as after prepare_model_for_kbit_training")
-    return tuple(found)
 
 
 def equation_of_batch(batch: int, num_microbatches: int, world_size: int) -> str:

@@ -85,7 +85,6 @@ def trace(
                 {number: block.stream for number, block in enumerate(log.blocks) if block.stream},
                 max((int(getattr(one, "slack_bytes", 0)) for one in watch.optimizers.values()), default=0),
                 ops.convolution_slack,
-                program.cast_slack if program else 0,
             )
     except (MemfitError, MemoryError, KeyboardInterrupt):
         raise

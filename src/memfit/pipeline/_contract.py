@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from memfit.data import Panel
-    from memfit.estimation import Setup
 
 P = TypeVar("P", bound=BaseModel)
 T = TypeVar("T")
@@ -214,8 +213,8 @@ class Probe:
     Attributes:
         loader: Takes the context, the params and a number of workers; returns the training batches of a unit.
         step: Takes the context and the params; returns a function that takes one training step on a batch.
-        model: Takes the params; returns the content of a model's config.json, and the `memfit.estimation.Setup` that it
-            is trained with. It needs no data, so that a plan has its memory before anything has run.
+        model: Takes the params; returns the content of a model's config.json, the `memfit.estimation.Setup` that it is
+            trained with, and its weights' folder. No data.
         settings: The setting that stands for an option of ``memfit estimate``, for those that the model has:
             ``{"--batch": "params.batch_size={}", "--lora 16": "params.adapters=true"}``. An estimate advises no others.
         memory: Takes the params; returns the bytes that one job of the stage takes at least, by arithmetic: on its GPU
@@ -224,7 +223,7 @@ class Probe:
 
     loader: Callable[[Context, Any, int], Iterable[Any]] | None = None
     step: Callable[[Context, Any], Callable[[Any], object]] | None = None
-    model: Callable[[Any], tuple[Mapping[str, Any], Setup]] | None = None
+    model: Callable[[Any], tuple[Any, ...]] | None = None
     memory: Callable[[Any], int] | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
 

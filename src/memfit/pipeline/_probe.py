@@ -145,9 +145,9 @@ def question_of(target: str, params: Mapping[str, Any], stage: str, allocator: s
     workload = load_workload(target)
     probe = workload.stage(stage).probe
     assert probe is not None and probe.model is not None
-    model, setup = probe.model(workload.params.model_validate(params))
+    model, setup, *weights = probe.model(workload.params.model_validate(params))
     text = f"the model and the settings of stage {stage} of '{target}', at its longest lengths"
-    asked = Question(model, setup, allocator=allocator, settings=probe.settings)
+    asked = Question(model, setup, None, allocator, settings=probe.settings, weights="".join(weights))
     return {"question": asked.to_dict(), "text": text}
 
 
@@ -216,7 +216,7 @@ def estimate_in_child(
                 remedy="take values out of tensors of the batch alone (.item(), .numpy()), allow it more time with "
                 "--time-limit, or measure a run on the device",
             ) from error
-        found = traced.to_dict() | dict.fromkeys(("setup", "largest_batch", "change", "smaller_model"))
+        found = traced.to_dict() | dict.fromkeys(("setup", "largest_batch", "change")) | {"others": []}
         return found | {"data": _describe_data(context, longest), **accepts}
 
 

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import bisect
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from memfit import estimation, jobs
 from memfit.errors import ConfigError, JobFailedError, MissingExtraError, UsageError
 from memfit.estimation import (
+    LEAST_SHARE,
     TIME_LIMIT,
     AllocatorSettings,
     Change,
     Estimate,
     Gpu,
-    Interval,
     Setup,
     check_allocator,
     check_names,
     estimate_formula,
     find_batch,
-    find_change,
     find_gpu,
     in_words,
-    judge,
     limit_time,
     list_changes,
+    rank_changes,
+    share_that_moves,
     split_batch,
     time_left,
 )
@@ -37,9 +36,6 @@ from memfit.units import format_bytes
 
 _MOST_APART = 0.15  # a larger difference between trace and formula gets a note
 _MOST_SAMPLES = 1 << 14
-_NUM_BLOCKS = (
-    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,6 +50,7 @@ class Question:
     global_batch: int | None = None  # samples per update, a multiple of the largest batch; None for any number
     time_limit: float = TIME_LIMIT  # seconds of CPU for traces; then the formula answers
     settings: Mapping[str, str] | None = None  # a workload's names for the options of ``memfit estimate``
+    weights: str = ""  # the folder of the model's real weights
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "config": dict(self.config)}
@@ -108,8 +105,8 @@ def find_this_gpu(budget: Budget) -> tuple[str | None, int | None, list[str]]:
 def ask(question: Question) -> dict[str, Any]:
     """Return the estimate as ``Estimate.to_dict`` does, with its ``setup`` and what would make it fit.
 
-    ``change`` holds the options of the cheapest change after which it fits. Without one, ``smaller_model`` says how
-    many of the model's blocks would fit. Both are None if it fits or no device is named.
+    ``change`` holds the options of the best change after which it fits and learns, ``others`` those of the next ones.
+    ``change`` is None if there is none, if it fits as it is and learns, or if no device is named.
 
     Raises:
         UsageError: If the config, the setup, the GPU or the allocator's settings are bad.
@@ -173,7 +170,7 @@ def _answer_here(question: Question) -> dict[str, Any]:
     else:
         found = make(setup)
     notes = found.to_dict()["notes"]
-    better: dict[str, Any] = {"change": None, "smaller_model": None}
+    better: dict[str, Any] = {"change": None, "others": []}
     formula = estimate_formula(config, setup, gpu=device) if guess and found.method != "formula" else found
     traced, computed = (one.device["allocated_bytes"].value for one in (found, formula))
     if question.largest_batch and not question.formula and time_left() <= 0:
@@ -183,27 +180,48 @@ def _answer_here(question: Question) -> dict[str, Any]:
             f"the trace says {format_bytes(traced)} in tensors and the formula {format_bytes(computed)}: the trace "
             "counts, and what the formula proposes is scaled to it"
         )
-    if device is not None and not found.fits:
+    share = cache(partial(share_that_moves, weights=question.weights if not question.formula else ""))
+    moves, how = share(setup)
+    if "real" in how:
+        notes.append(f"{how}, about {moves * 100:.0f} % of the weights move in a step")
+    if device is not None and not (found.fits and moves >= LEAST_SHARE):
         if guess is None:
             notes.append(f"no change was looked for, as the formula does not read this model's config: {unread}")
         else:
             scale = found.device["device_bytes"].upper / max(formula.device["device_bytes"].upper, 1)
             changes = partial(list_changes, settings=question.settings)
-            change = find_change(setup, device, lambda changed: int(bound_of(changed) * scale), make, changes)
-            if change is None:
-                better["smaller_model"] = _smaller_model(config, setup, device, scale, changes)
-            else:
-                best, after = change
-                better["change"] = {
-                    "options": list(in_words(best.options, question.settings)),
-                    "cost": best.cost,
-                    "same_training": best.same_training,
-                    "setup": asdict(best.setup),
-                    "device": after.to_dict()["device"],
-                    "method": after.method,
-                }
+            ranked = rank_changes(
+                setup,
+                device,
+                lambda changed: int(bound_of(changed) * scale),
+                make,
+                changes,
+                lambda changed: share(changed)[0] >= LEAST_SHARE,
+            )
+            answers = [_to_dict(*one, share(one[0].setup), question) for one in ranked]
+            better["change"], better["others"] = next(iter(answers), None), answers[1:]
     better["notes"] = [_in_words(note, question.settings) for note in notes]
     return found.to_dict() | {"setup": asdict(setup), "largest_batch": chosen} | better
+
+
+def _to_dict(change: Change, found: Estimate, moves: tuple[float, str], question: Question) -> dict[str, Any]:
+    cost, setup, (share, how) = change.cost, change.setup, moves
+    if share < LEAST_SHARE:
+        cost += f"; {how}, about {share * 100:.0f} % of the weights move in a step"
+    if setup.optimizer.startswith("paged"):
+        ways = (setup, replace(setup, optimizer="adamw"))
+        sizes = [estimate_formula(question.config, one).parts["optimizer"].value for one in ways]
+        cost = cost.replace("host memory", f"{format_bytes(sizes[1] - sizes[0])} of host memory")
+    return {
+        "options": list(in_words(change.options, question.settings)),
+        "cost": cost,
+        "same_training": change.same_training,
+        "share_that_moves": share,
+        "setup": asdict(setup),
+        "verdict": found.verdict,
+        "device": found.to_dict()["device"],
+        "method": found.method,
+    }
 
 
 def _in_words(note: str, settings: Mapping[str, str] | None) -> str:
@@ -211,36 +229,3 @@ def _in_words(note: str, settings: Mapping[str, str] | None) -> str:
     fact, use, advice = note.partition("; use ")
     words = [word for option in advice.split(" or ") for word in in_words([option], settings)]
     return f"{fact}{use}{' or '.join(words)}" if use and words else fact
-
-
-def _smaller_model(
-    config: Mapping[str, Any], saving: Setup, device: Gpu, scale: float, changes: Callable[[Setup], Iterator[Change]]
-) -> dict[str, Any] | None:
-    """Return the most blocks of these widths that fit after all changes that keep the training."""
-    numbers = {name: config[name] for name in _NUM_BLOCKS if isinstance(config.get(name), int)}
-    while change := next((one for one in changes(saving) if one.same_training), None):
-        saving = change.setup
-    total = max(numbers.values(), default=0)
-
-    def shrink(blocks: int) -> dict[str, Any]:
-        return {**config, **{name: max(1, round(count * blocks / total)) for name, count in numbers.items()}}
-
-    def sizes_of(blocks: int) -> dict[str, Interval]:
-        found = estimate_formula(shrink(blocks), saving, gpu=device)
-        return {name: one.times(scale) for name, one in found.device.items()}
-
-    def is_too_large(blocks: int) -> bool:
-        return judge(sizes_of(blocks)["device_bytes"], device.total_bytes) != "fits"
-
-    fits = bisect.bisect_left(range(1, total), True, key=is_too_large)  # fewer blocks take less
-    if not fits:
-        return None
-    smaller, sizes = shrink(fits), sizes_of(fits)
-    alone = Setup(dtype="fp32", optimizer="none")
-    return {
-        "num_blocks": {name: smaller[name] for name in numbers},
-        "num_parameters": estimate_formula(smaller, alone).parts["weights"].value // 4,
-        "device": {name: vars(one) for name, one in sizes.items()},
-        "text": f"{fits} of {total} blocks of these widths would, by the formula: at most "
-        f"{format_bytes(sizes['device_bytes'].upper)}",
-    }

@@ -160,7 +160,7 @@ def view_estimate(answer: Mapping[str, Any]) -> Iterator[Part]:
     yield from ("", Table(("device", *_BOUNDS, ""), figures, ("device", "")))
     yield from ("", Table((peak, *_BOUNDS), [*_parts(answer)], (peak,)))
     yield from ("", Table(("peak by phase", *_BOUNDS), phases, ("peak by phase",)))
-    if answer["setup"] is not None and answer["gpu"] is not None and answer["verdict"] != "fits":
+    if answer["setup"] is not None and answer["gpu"] is not None and (answer["change"] or answer["verdict"] != "fits"):
         yield from _explain_change(answer)
     if answer["verdict"] == "tight":
         yield Note("to accept that little: --accept-tight")
@@ -198,12 +198,9 @@ def _explain_change(answer: Mapping[str, Any]) -> Iterator[Part]:
     change = answer["change"]
     if change is None:
         yield Note("no tested change of the setup makes it fit: use a larger GPU or a smaller model")
-        if answer["smaller_model"]:
-            yield Note(f"  {answer['smaller_model']['text']}")
         return
-    yield Note(_fits_with(change), "bold")
-    same = "the same training" if change["same_training"] else "changes the training"
-    yield Note(f"  costs: {change['cost']}; {same}")
+    for one in (change, *answer["others"]):
+        yield Note(_fits_with(one))
 
 
 def _parts(answer: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -215,7 +212,9 @@ def _parts(answer: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 def _fits_with(change: Mapping[str, Any]) -> str:
     value, upper = _bounds(change["device"]["device_bytes"])
-    return f"fits with {' '.join(change['options'])}: {value}, at most {upper}"
+    same = "the same training" if change["same_training"] else "changes the training"
+    options = " ".join(change["options"])
+    return f"{change['verdict']} with {options}: {value}, at most {upper}\n  costs: {change['cost']}; {same}"
 
 
 def _bounds(interval: Mapping[str, int]) -> tuple[str, str]:

@@ -142,10 +142,11 @@ def setup_of(params: RecipesParams, batch: int) -> Setup:
         dtype=_DTYPES[params.precision], optimizer=params.optimizer, foreach=False,
         clip_grad_norm=params.max_grad_norm is not None,
         gradient_checkpointing="full" if params.gradient_checkpointing else "none", compiled=params.compile,
+        learning_rate=params.learning_rate,
     )  # fmt: skip
 
 
-def plan_of(params: RecipesParams) -> tuple[dict[str, Any], Setup]:
-    """Return the model and how it is trained, as ``--plan`` takes them; with one pair where the size is automatic."""
-    is_auto = params.auto_batch_size and params.batch_size is None
-    return model_config(params, params.tiny.vocab_size), setup_of(params, 1 if is_auto else 8)
+def plan_of(params: RecipesParams) -> tuple[dict[str, Any], Setup, str]:
+    """Return the model, how it is trained and the folder of its weights; with one pair where the size is automatic."""
+    is_auto, folder = params.auto_batch_size and params.batch_size is None, str(params.pretrained_model or "")
+    return model_config(params, params.tiny.vocab_size), setup_of(params, 1 if is_auto else 8), folder

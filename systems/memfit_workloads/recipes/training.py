@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -19,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.data import PackedDataset, Padding, SequenceLoader
 from memfit.errors import DoesNotFitError
-from memfit.estimation import equation_of_batch, estimate_formula
-from memfit.files import write_atomic
+from memfit.estimation import LEAST_SHARE, equation_of_batch, estimate_formula, share_that_moves
 from memfit.memory import Budget
 from memfit.pipeline import Context
 from memfit.rundir import phase, record
-from memfit.training import EpochRecord, StepOutcome, Trainer, autocast, find_device, seed_everything
+from memfit.training import StepOutcome, Trainer, autocast, find_device, seed_everything
 from memfit.units import format_bytes
 from memfit_workloads.recipes.compiling import CompiledBlocks
 from memfit_workloads.recipes.params import RecipesParams, model_config, setup_of, unreadable
@@ -126,17 +122,11 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
     kind: Any = torch.optim.AdamW if params.optimizer == "adamw" else torch.optim.Adafactor
     optimizer = kind(model.parameters(), lr=params.learning_rate, foreach=False)
     warmup = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (params.warmup_steps + 1)))
-    monitor = FrozenWeights(model, context.dir)
     device = find_device(params.device)
     able = capabilities(model.to(device), params)
     record("capabilities", **able, text=f"attention: {able['attention']}, computed by {able['attention_kernel']}")
     compiled = CompiledBlocks(model, device) if params.compile else None
     sizes = SizesTold(chosen["batch_size"], params.total)
-
-    def on_epoch(epoch: EpochRecord) -> None:
-        monitor(epoch)
-        if compiled is not None:
-            compiled(epoch)
 
     trainer = Trainer(
         model,
@@ -150,11 +140,12 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
         checkpoint_dir=context.dir,
         max_grad_norm=params.max_grad_norm,
         on_step=sizes,
-        on_epoch=on_epoch,
+        on_epoch=compiled,
     )
-    if params.precision == "bf16":
-        warnings.warn("all-bf16 AdamW: updates smaller than 1/256 of a weight vanish; bf16-mixed keeps fp32 weights",
-                      stacklevel=1)  # fmt: skip
+    moves, how = share_that_moves(setup_of(params, 1), model.parameters())
+    if moves < LEAST_SHARE:
+        told = f"all-bf16: {how}, about {moves:.0%} of them move in a step; bf16-mixed keeps fp32 weights"
+        warnings.warn(told, stacklevel=1)
     result = trainer.fit(batches["train"], batches["valid"], num_epochs=params.epochs)
     model.config.use_cache = True
     folders = [context.dir / "model", *filter(None, [params.model_output])]
@@ -170,7 +161,7 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
         "train_loss": last.train_loss,
         "valid_loss": last.metrics["valid_loss"],
         "num_epochs": len(result.history),
-        "frozen_share": monitor.share,
+        "share_that_moves": moves,
         "capabilities": able,
         "compile": compiled.summary() if compiled else None,
     }
@@ -188,40 +179,6 @@ class SizesTold:
             now = f"{self.smallest} x {-(-self.total // self.smallest)}"
             text = f"ran out of memory at {before} x {self.total // before} and goes on at {now}: still {self.total}"
             record("batch_changed", size=self.smallest, previous_size=before, text=text)
-
-
-class FrozenWeights:
-    """After each epoch: how many of the weights have not moved in it, by a sample of each tensor.
-
-    A share near 1, as with 16-bit weights whose small updates round to nothing, is a training that stands still. The
-    samples of two epochs lie in ``folder``, so that a training that goes on finds the same share.
-    """
-
-    def __init__(self, model: torch.nn.Module, folder: Path) -> None:
-        self._model, self._folder, self.share = model, folder, 0.0
-        self._at_start = self._sample()
-
-    def _sample(self) -> npt.NDArray[np.generic]:
-        picked = [one.detach().flatten() for one in self._model.parameters() if one.requires_grad]
-        sample = torch.cat([one[:: max(1, len(one) // 4096)].double().cpu() for one in picked])
-        return np.asarray(sample.numpy())
-
-    def _path(self, epoch: int) -> Path:
-        return self._folder / f"weights_seen_{epoch}.npy"
-
-    def __call__(self, epoch: EpochRecord) -> None:
-        now, path = self._sample(), self._path(epoch.epoch - 1)
-        before = np.load(path) if path.exists() else self._at_start
-        self.share = float((now == before).mean())
-        kept = io.BytesIO()
-        np.save(kept, now)
-        write_atomic(self._path(epoch.epoch), kept.getvalue())
-        self._path(epoch.epoch - 2).unlink(missing_ok=True)
-        text = f"{self.share:.0%} of the weights did not move in epoch {epoch.epoch}"
-        is_frozen = self.share > 0.5
-        record("frozen_weights", epoch=epoch.epoch, share=self.share, **({"text": text} if is_frozen else {}))
-        if is_frozen:
-            warnings.warn(f"{text}: the learning rate is too small for their precision", stacklevel=1)
 
 
 def capabilities(model: Any, params: RecipesParams) -> dict[str, str]:
