@@ -16,17 +16,6 @@ from memfit.units import MIB, format_bytes, format_count, round_up_size, write_s
 LEAST_SHM_BYTES = 64 * MIB  # Docker gives a container so much /dev/shm unless it is told otherwise
 Metric = Literal["PSS", "RSS", "device"]
 _NOBODY = Amount(0, "node")
-#: What a loader takes, by its parts: the formula in words.
-_FORMULAS = {
-    "interpreter": "an interpreter with what it imports",
-    "workers": "an idle loader worker",
-    "dataset copies": "workers x the objects that each reads and so copies",
-    "batches": "workers x prefetch x batch, and the batches that are being made",
-    "data": "what the data sets of a rank hold",
-    "pickled": "what the process holds while it starts such a worker",
-    "pinned": "the same batches again in pinned memory",
-    "loaders": "what else the loaders hold then: workers, copies and batches together",
-}
 
 
 @dataclass(frozen=True)
@@ -40,7 +29,6 @@ class Line:
     number: int = 1  # of an amount of a process: how many such processes each task has
     is_mapped: bool = False  # it is mapped from files, which the kernel can drop, so that no limit holds for it
     in_shm: bool = False  # it lies in /dev/shm
-    can_map: bool = False  # it is data that would be held once for each node if it were mapped
 
 
 @dataclass(frozen=True)
@@ -85,17 +73,6 @@ class Ledger:
         """What lies in /dev/shm of a node, at most."""
         return max(self._in_phase(phase, in_shm=True) for phase in self._phases)
 
-    def map_data(self) -> Ledger:
-        """Return the ledger if all ranks of a node mapped the data: once in files, with no copies."""
-        lines = []
-        for line in self.lines:
-            if not line.can_map:
-                lines.append(line)
-            elif line.name == "data":
-                once = Amount(line.amount.bytes, "node")
-                lines.append(replace(line, amount=once, is_mapped=True, can_map=False))
-        return replace(self, lines=tuple(lines))
-
     def completed(self, found: Footprint, num_tasks: int, origin: str) -> Ledger:
         """Return the ledger with what its lines lack of the peaks, by phase, of a job with so many tasks on a node."""
         then = replace(self, layout=replace(self.layout, tasks_per_node=num_tasks))
@@ -123,41 +100,6 @@ class Ledger:
             mapped = Amount(found.shared_bytes, "node")
             extra.append(Line("mapped files", mapped, origin, found.method, is_mapped=True))
         return replace(self, lines=(*self.lines, *extra))
-
-
-def list_loader_lines(train: Footprint, both: Footprint, num_workers: int, num_tasks: int) -> Iterator[Line]:
-    """Yield the lines of one rank's loaders, from forecasts for all ranks of a node: of the training, and of both."""
-    of_node = {name: both.parts.get(name, 0) for name in ("interpreter", "data")}
-    always = sum(of_node.values())
-    for name, size in of_node.items():
-        amount = Amount(math.ceil(size / num_tasks), "process" if name == "interpreter" else "task")
-        if size:
-            how: Literal["measured", "computed"] = "computed" if name == "data" else "measured"
-            yield Line(name, amount, _FORMULAS[name], how, can_map=name == "data")
-    for side, phases in (("training", ("train", "checkpoint")), ("validation", ("validate",))):
-        whole = both.phases[phases[0]].private_bytes - always if phases[0] in both.phases else 0
-        found = train if side == "training" else both
-        parts = {name: size for name, size in found.parts.items() if name not in of_node}
-        if side == "validation" and sum(parts.values()) != whole:  # the parts are those of the training: it takes more
-            parts = {}
-        parts["loaders"] = whole - sum(parts.values())
-        for name, size in parts.items():
-            is_worker = name == "workers" and num_workers > 0
-            each = math.ceil(size / num_tasks / (num_workers if is_worker else 1))
-            if size:
-                yield Line(
-                    f"{side} {name}",
-                    Amount(each, "process" if is_worker else "task"),
-                    _FORMULAS.get(name, name),
-                    "measured" if name == "workers" else "computed",
-                    phases=phases,
-                    number=num_workers if is_worker else 1,
-                    in_shm=name == "batches" and num_workers > 0,
-                    can_map=name == "dataset copies",
-                )
-    if both.shared_bytes:
-        mapped = Amount(both.shared_bytes, "node")
-        yield Line("mapped data", mapped, "files and libraries that a node maps, once", "computed", is_mapped=True)
 
 
 def list_step_lines(answer: Mapping[str, Any], has_gpu: bool) -> Iterator[Line]:
@@ -235,22 +177,15 @@ class Forecast:
     def list_modes(self) -> list[Mode]:
         """Return the mode that was asked for, then changes, the cheapest first."""
         found = [self._mode("as it is", self.ledger, "")]
-        mapped = self.ledger.map_data()
-        if mapped != self.ledger:
-            cost = f"none: {format_bytes(mapped.mapped.bytes)} of files, once on each node (docs/loading.md)"
-            found.append(self._mode("mapped data", mapped, cost))
         for number, lines in self.fewer.items():
             few = replace(self.ledger, lines=(*self.others, *lines))
             found.append(self._mode(format_count(number, "worker"), few, "slower where loading limits the step"))
-        found += self._fewer_tasks("", self.ledger)
-        if mapped != self.ledger and all(mode.fits is False for mode in found):
-            found += self._fewer_tasks("mapped data, ", mapped)
-        return found
+        return found + self._fewer_tasks(self.ledger)
 
     def _mode(self, name: str, ledger: Ledger, cost: str) -> Mode:
         return Mode(name, self._needs(ledger), self.has_room(ledger), cost)
 
-    def _fewer_tasks(self, before: str, ledger: Ledger) -> list[Mode]:
+    def _fewer_tasks(self, ledger: Ledger) -> list[Mode]:
         """Return the most tasks on a node that fit, or none if fewer are no use."""
         tasks = ledger.layout.tasks_per_node or 1 if self.fits is False else 0
         for number in range(tasks - 1, 0, -1):
@@ -263,7 +198,7 @@ class Forecast:
                     if nodes > self.num_nodes
                     else ""
                 )
-                return [self._mode(f"{before}{number} {'tasks' if number > 1 else 'task'} a node", fewer, cost)]
+                return [self._mode(f"{number} {'tasks' if number > 1 else 'task'} a node", fewer, cost)]
         return []
 
     @property

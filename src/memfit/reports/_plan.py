@@ -50,7 +50,8 @@ def view_run_plan(plan: RunPlan) -> Iterator[Part]:
         yield Facts([(stage.name, first)], width)
         parts = [*lines, *(_forecast(stage.forecast) if stage.forecast is not None else ()), *_matrix(stage)]
         yield Inset([*parts, *([stage.advice] if stage.advice else ())], width)
-    yield "\nNothing was started."
+    steps = any(stage.origin.startswith("first steps") for stage in plan.stages)
+    yield "\nOnly first steps were run." if steps else "\nNothing was started."
 
 
 def _forecast(forecast: Forecast) -> Iterator[Part]:
@@ -99,9 +100,8 @@ def _lines(stage: StagePlan) -> Iterator[str]:
         yield from _model(stage.model)
     if stage.tight:
         yield f"tight: {stage.tight}; to accept that: --accept-tight"
-    what = {"memfit estimate": "estimate its GPU memory", "--set stages": "or count its loaders, if you name them"}
     for command in stage.measure:
-        yield f"{next((text for words, text in what.items() if command.startswith(words)), 'measure one')}: {command}"
+        yield f"{'estimate its GPU memory' if command.startswith('memfit estimate') else 'measure one'}: {command}"
 
 
 def _model(answer: Mapping[str, Any]) -> Iterator[str]:
