@@ -28,7 +28,6 @@ PATCHED = {
     "tests/data/test_pickles.py": {"memfit.data._pickles"},
     "tests/data/test_sequences.py": {"memfit.data._position"},
     "tests/data/test_source.py": {"memfit.data._source"},
-    "tests/data/validation_child.py": {"memfit.training._validation"},
     "systems/tests/finance/conftest.py": {"memfit_workloads.finance._report", "memfit_workloads.finance._verb"},
     "systems/tests/finance/test_report.py": {"memfit_workloads.finance._report"},
     "tests/integrations/test_notify.py": {"memfit.integrations._notify"},

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from memfit.amounts import Layout
-from memfit.pipeline import plan_run
-from memfit.pipeline._first_steps import FirstSteps
+from memfit.pipeline import FirstSteps, plan_run
 from memfit.planning import Ledger
 from memfit.reports import to_text, view_run_plan
 
@@ -99,6 +98,7 @@ def plan(tmp_path, monkeypatch):
 
 
 @pytest.mark.core
+@pytest.mark.proves("S3-11", "S3-32")
 def test_a_plan_of_a_script_that_never_ran_makes_its_first_steps_once(plan, tmp_path):
     made, told = plan()
     [stage] = made.stages

@@ -103,7 +103,7 @@ def test_an_epoch_has_the_steps_of_its_samples():
 @pytest.mark.proves("S3-41")
 @pytest.mark.parametrize(
     ("limit", "name"),
-    [(480, ""), (300, "1 worker"), (200, "0 workers"), (190, "--mem=1G on nodes that have it")],
+    [(480, ""), (300, "1 worker"), (200, "0 workers"), (190, "--mem=256M on nodes that have it")],
 )
 def test_the_cheapest_change_that_fits_is_named_with_its_own_sum(limit, name):
     data, rest = task(60, "data"), task(180, "loaders")

@@ -31,7 +31,7 @@ from memfit.rundir import Event, RunDir
 from memfit.units import format_bytes, format_count, format_duration, list_some
 
 BOUND = 0.2  # a bound is so much above the value
-_SECONDS = 60.0  # so long at most, unless canary_seconds is given
+_SECONDS, _MORE = 60.0, 5  # so long at most, and so much longer in a graph, unless canary_seconds is given
 _ALIKE = 0.1  # ranks that differ by less than this take the same
 _SPLIT = 1.05  # one rank that takes more than this multiple of one of two has data that the ranks split
 _PARTS = ("main", "below", "shm")  # what a rank holds: its process, those below it, and what they share
@@ -128,8 +128,9 @@ class FirstSteps:
 class _Watch(Canary):
     """Follows first steps: it reads what each rank holds, and ends a job without marks that grows no more."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Supervisor, has_readers: Callable[[str], bool]) -> None:
         super().__init__(supervisor)
+        self._has_readers = has_readers  # whether other stages wait for a job
         self.most: dict[str, dict[str, Any]] = {}
         self._live: list[JobStatus] = []
         self._reader = ProcReader()
@@ -141,8 +142,9 @@ class _Watch(Canary):
         statuses = [read_status(self.run, path.name) for path in (self.run.path / "jobs").iterdir()]
         self._live = [one for one in statuses if one.pid is not None and not one.node and one.state not in ENDED]
         for one in self._live:
-            age = (time.time() - (one.started or time.time())) / self.settings.canary_seconds
-            if age > 0.75 and one.settled and not self._seen.get(one.job_id) and not self.stop.level:
+            is_old = time.time() - (one.started or time.time()) > min(_SECONDS, self.settings.canary_seconds) * 0.75
+            is_over = is_old and one.settled and not (self._seen.get(one.job_id) or self._has_readers(one.job_id))
+            if is_over and not self.stop.level:
                 self._has_asked = True
                 self.stop.ask()
 
@@ -262,13 +264,18 @@ def _as_steps(order: Order, ranks: int) -> Order:
         "planned": None,
         "grace_seconds": min(10.0, settings.grace_seconds),
     }
-    if "canary_seconds" not in settings.model_fields_set:
-        update["canary_seconds"] = _SECONDS
+    update["canary_seconds"] = _seconds_of(order)
     if settings.backend == "slurm":
         update["slurm"] = settings.slurm.model_copy(update={"nodes": 1})
     units = order.choice.units if order.choice.units != "all" else "1"
     choice = replace(order.choice, units="all" if order.kind == "commands" else units)
     return as_canary(replace(order, settings=settings.model_copy(update=update), stages=stages, choice=choice))
+
+
+def _seconds_of(order: Order) -> float:
+    """Return how long a job may take: longer where it may be one that the training waits for."""
+    given = "canary_seconds" in order.settings.model_fields_set
+    return order.settings.canary_seconds if given else _SECONDS * (_MORE if len(order.stages) > 1 else 1)
 
 
 def make_first_steps(
@@ -296,9 +303,8 @@ def make_first_steps(
                 left.append(one.name)
         if not left or say is None:
             continue
-        say(f"first steps of {list_some(left)} as {format_count(number, 'rank')}: at most "
-            f"{order.settings.canary_seconds if 'canary_seconds' in order.settings.model_fields_set else _SECONDS:g} s "
-            "a job (--no-steps leaves them out)")  # fmt: skip
+        what = f"first steps of {list_some(left)} as {format_count(number, 'rank')}"
+        say(f"{what}: at most {_seconds_of(order):g} s a job (--no-steps leaves them out)")
         try:
             made = _make(_as_steps(order, number), order, parent)
         except MemfitError as error:
@@ -323,8 +329,12 @@ def _make(order: Order, asked: Order, parent: Parent | None) -> dict[str, dict[s
         graph.look(run, earlier_runs(asked, run))
         watched: list[_Watch] = []
 
+        def has_readers(job_id: str) -> bool:
+            names = {name for name, units in graph.units.items() for unit in units if unit.job_id == job_id}
+            return any(names.intersection(order.waits_for(other)) for other in graph.asked)
+
         def watch(supervisor: Supervisor) -> Canary:
-            watched.append(_Watch(supervisor))
+            watched.append(_Watch(supervisor, has_readers))
             return watched[0]
 
         def view(run: RunDir) -> Callable[[], None]:
@@ -341,7 +351,8 @@ def _make(order: Order, asked: Order, parent: Parent | None) -> dict[str, dict[s
             own = max(statuses, key=lambda one: one.peak_bytes, default=None)
             if own is not None and own.footprint is not None:
                 is_whole = own.state == "completed" or own.asked or own.exit_code == 75
-                found[name] = _taken(own, own.footprint, watched[0], result.canary) if is_whole else own.cause
+                is_forked = parent is not None and graph.stages[name].command is None
+                found[name] = _taken(own, watched[0], result.canary, is_forked=is_forked) if is_whole else own.cause
         return found
     finally:
         shutil.rmtree(run.path, ignore_errors=True)
@@ -349,10 +360,14 @@ def _make(order: Order, asked: Order, parent: Parent | None) -> dict[str, dict[s
             run.path.parent.rmdir()
 
 
-def _taken(status: JobStatus, footprint: Footprint, watch: _Watch, verdict: Mapping[str, Any] | None) -> dict[str, Any]:
+def _taken(status: JobStatus, watch: _Watch, verdict: Mapping[str, Any] | None, *, is_forked: bool) -> dict[str, Any]:
+    footprint = status.footprint or Footprint(0)
     unseen = {"private": footprint.private_bytes, "once": 0, "ranks": [dict.fromkeys([*_PARTS, "number"], 0)]}
     most = watch.most.get(status.job_id, unseen)
-    part = most["private"] / max(footprint.private_bytes, 1)  # the meter counts forked pages as copied until it looks
+    if is_forked:  # the meter alone knows which pages are those of the process that it was forked from
+        share = footprint.private_bytes / max(most["private"], 1)
+        most |= {"private": footprint.private_bytes, "once": int(most["once"] * share)}
+    part = most["private"] / max(footprint.private_bytes, 1)  # else it counts forked pages as copied until it looks
     marked, notes = list(watch._seen.get(status.job_id, {}).get(0, {})), []
     seconds = (status.ended or 0.0) - (status.started or 0.0)
     if status.asked and not marked:

@@ -235,24 +235,24 @@ def _stage(
         return StagePlan(**facts)
     measure = []
     taken = _taken(order, stage, runs, left)
-    if steps is not None and steps.found:
+    if steps is not None and not steps.found:
+        taken, steps = taken._replace(origin=f"{taken.origin}; first steps {steps.why}"), None
+    if steps is not None:
         taken = Taken(None, steps.origin, None, 1)
-    elif steps is not None:
-        taken = taken._replace(origin=f"{taken.origin}; first steps {steps.why}")
     footprint, origin, seconds, num_tasks = taken
-    if footprint is None or WITH_OTHER in origin:
+    if steps is None and (footprint is None or WITH_OTHER in origin):
         one = f" --until {name}" + " --units 1" * bool(stage.each or stage.units)
         measure.append(start + (f" -- {shlex.join(_command(left[0]))}" if order.kind == "commands" else one))
     if stage.has_probe and order.gpus_of(stage)[1]:
         measure.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
     model = _model(order, stage, budget) if stage.has_model else None
-    forecast = _forecast(order, stage, node, taken, model, steps if steps and steps.found else None)
+    forecast = _forecast(order, stage, node, taken, model, steps)
     if forecast is not None and not forecast.uncounted:
         host, mapped, tasks = forecast.ledger.peak.bytes, forecast.ledger.mapped.bytes, order.ranks_of(stage)
         if footprint is None or abs(host - footprint.private_bytes) > tasks:  # each rank's share is rounded up
-            computed = origin if steps and steps.found else "computed: the sum of its lines"
+            computed = origin if steps else "computed: the sum of its lines"
             origin = f"{origin}; its lines on a node" if footprint else computed
-            on_gpu = {"0": steps.on_gpu} if steps and steps.found and steps.on_gpu else {}
+            on_gpu = {"0": steps.on_gpu} if steps and steps.on_gpu else {}
             footprint = footprint or Footprint(0, device_bytes=on_gpu, method="declared")
             number = math.ceil(len(footprint.device_bytes) * tasks / (num_tasks * order.nodes_of(stage)))
             gpus = dict.fromkeys(map(str, range(number)), footprint.bytes_per_device)
