@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 import time
@@ -142,7 +143,7 @@ class _Watch(Canary):
         statuses = [read_status(self.run, path.name) for path in (self.run.path / "jobs").iterdir()]
         self._live = [one for one in statuses if one.pid is not None and not one.node and one.state not in ENDED]
         for one in self._live:
-            is_old = time.time() - (one.started or time.time()) > min(_SECONDS, self.settings.canary_seconds) * 0.75
+            is_old = time.time() - (one.started or time.time()) > min(_patience(), self.settings.canary_seconds) * 0.75
             is_over = is_old and one.settled and not (self._seen.get(one.job_id) or self._has_readers(one.job_id))
             if is_over and not self.stop.level:
                 self._has_asked = True
@@ -274,8 +275,14 @@ def _as_steps(order: Order, ranks: int) -> Order:
 
 def _seconds_of(order: Order) -> float:
     """Return how long a job may take: longer where it may be one that the training waits for."""
-    given = "canary_seconds" in order.settings.model_fields_set
-    return order.settings.canary_seconds if given else _SECONDS * (_MORE if len(order.stages) > 1 else 1)
+    if "canary_seconds" in order.settings.model_fields_set:
+        return order.settings.canary_seconds
+    return round(_patience() * (_MORE if len(order.stages) > 1 else 1))
+
+
+def _patience() -> float:
+    """Return how long first steps may take on this machine, by its load."""
+    return _SECONDS * min(_MORE, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def make_first_steps(
