@@ -176,6 +176,12 @@ time.sleep(1)
 """
 
 
+def test_a_plan_says_that_it_runs_first_steps_and_runs_none_if_they_are_left_out(memfit):
+    assert "first steps" not in (left_out := memfit("run", "--plan", "--no-steps", "--", "true")).err
+    assert left_out.out.endswith("Nothing was started.\n")
+    assert "first steps of cmd as 1 rank: at most" in memfit("run", "--plan", "--", "true").err
+
+
 @pytest.mark.slow
 def test_the_next_plan_counts_with_what_a_run_took(memfit, tmp_path):
     (tmp_path / "hold.py").write_text(HOLD)

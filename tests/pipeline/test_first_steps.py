@@ -17,7 +17,15 @@ from memfit.reports import to_text, view_run_plan
 def took(private, *ranks, once=0, phases=None, device=0, notes=()):
     """What first steps took, each rank as (main, below, shm, number)."""
     of_ranks = [dict(zip(("main", "below", "shm", "number"), one, strict=True)) for one in ranks]
-    own = {"private": private, "once": once, "files": 7, "device": device, "seconds": 1.0, "notes": list(notes)}
+    own = {
+        "private": private,
+        "once": once,
+        "between": 0,
+        "files": 7,
+        "device": device,
+        "seconds": 1.0,
+        "notes": list(notes),
+    }
     return own | {"phases": phases or {}, "ranks": of_ranks}
 
 
@@ -117,6 +125,39 @@ def test_a_plan_of_a_script_that_never_ran_makes_its_first_steps_once(plan, tmp_
     assert "Only first steps were run." in console.file.getvalue()
     os.utime("hold.py", ns=(1, 1))
     assert plan()[1]  # another script
+
+
+SHARED = """
+import mmap, os, time
+with open("/dev/shm/" + os.environ["SHARED_FILE"], "r+b") as file:
+    shared = mmap.mmap(file.fileno(), 0)
+sum(shared[:: 4096])
+block = bytearray(80 << 20)
+time.sleep(3)
+"""
+
+
+@pytest.mark.slow
+def test_what_the_ranks_share_is_there_once_and_torchrun_is_started_with_one_and_two(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARED_FILE", name := f"memfit-test-{os.getpid()}")
+    Path("shared.py").write_text(SHARED)
+    Path("torchrun").write_text("""#!/bin/sh
+number=${1#--nproc-per-node=}
+echo $number >> started
+for rank in $(seq 0 $((number - 1))); do RANK=$rank WORLD_SIZE=$number "$PYTHON" "$2" & done
+wait
+""")
+    Path("torchrun").chmod(0o700)
+    monkeypatch.setenv("PYTHON", sys.executable)
+    file = Path("/dev/shm", name)
+    try:
+        file.write_bytes(bytes(100 << 20))
+        [stage] = plan_run(["./torchrun", "--nproc-per-node=8", "shared.py"], steps=lambda text: None).stages
+    finally:
+        file.unlink()
+    assert Path("started").read_text().split() == ["1", "2"]
+    assert 100 + 8 * 80 < stage.forecast.ledger.peak.bytes >> 20 < 1.15 * (100 + 8 * 85)
 
 
 @pytest.mark.slow

@@ -38,7 +38,15 @@ _SPLIT = 1.05  # one rank that takes more than this multiple of one of two has d
 _PARTS = ("main", "below", "shm")  # what a rank holds: its process, those below it, and what they share
 _LAUNCHER = re.compile(r"(\S*/)?torchrun|torch\.distributed\.run")
 _PER_NODE = re.compile(r"--nproc[-_]per[-_]node(?:=(\S+))?")
-_SHAPE = {"private": int, "once": int, "files": int, "device": int, "seconds": (int, float), "notes": [str]}
+_SHAPE = {
+    "private": int,
+    "once": int,
+    "between": int,
+    "files": int,
+    "device": int,
+    "seconds": (int, float),
+    "notes": [str],
+}
 _SHAPE |= {"phases": {str: int}, "ranks": [{"main": int, "below": int, "shm": int, "number": int}]}
 
 
@@ -96,23 +104,31 @@ class FirstSteps:
 
     def _of_ranks(self, ranks: int) -> tuple[float, float]:
         """Return what rank 0 and each other rank take in a job of so many, without what lies beside them."""
-        whole = {number: one["private"] - one["once"] for number, one in self.found.items()}
-        if ranks == 1 or 2 not in whole:
-            return whole[1], whole[1]
+        alone, (first, other) = self._own(1), self._of_two
+        if ranks == 1 or 2 not in self.found:
+            return alone, alone
+        less = self.split_bytes * (0.5 - 1 / ranks)
+        return first - less, other - less
+
+    def _own(self, number: int) -> float:
+        return float(self.found[number]["private"] - self.found[number]["once"])
+
+    @property
+    def _of_two(self) -> tuple[float, float]:
+        """What each of two ranks takes; of one, where nothing is known of two."""
+        if 2 not in self.found:
+            return self._own(1), self._own(1)
         sums = [sum(one[name] for name in _PARTS) for one in self.found[2]["ranks"]]
         if len(sums) != 2 or abs(sums[0] - sums[1]) < _ALIKE * max(sums):
             sums = [1, 1]
-        both = [whole[2] * size / sum(sums) for size in sums]
-        if whole[1] > _SPLIT * both[0]:
-            both = [size - self.split_bytes * (0.5 - 1 / ranks) for size in both]
-        return both[0], both[1]
+        return self._own(2) * sums[0] / sum(sums), self._own(2) * sums[1] / sum(sums)
 
     @property
     def split_bytes(self) -> float:
         """What the ranks split among them, as far as one and two show it."""
-        whole = {number: one["private"] - one["once"] for number, one in self.found.items()}
-        more = whole[1] - whole.get(2, 2 * whole[1]) / 2
-        return 2 * more if more > (_SPLIT - 1) * whole[1] else 0.0
+        between = self.found[2]["between"] if 2 in self.found else 0  # what two ranks share, one has for itself
+        more = self._own(1) - between - self._of_two[0]
+        return 2 * more if more > (_SPLIT - 1) * self._own(1) else 0.0
 
     def notes(self, ranks: int, value: int) -> Iterator[str]:
         took = [f"{format_count(n, 'rank')} {format_bytes(one['private'])} in {format_duration(one['seconds'])}"
@@ -181,7 +197,7 @@ class _Watch(Canary):
             one["shm"] = max(0, one["shm"] - between // len(ranks))
         once = between + sum(one.held + one.shared_memory for child, one in held.items() if child not in inside)
         private = once + sum(one[name] for one in ranks for name in _PARTS)
-        return {"private": private, "once": once, "ranks": ranks}
+        return {"private": private, "once": once, "between": between, "ranks": ranks}
 
     def _rose(self, pid: int) -> int:
         """Return how far a process rose since the last sample above what it held then and holds now."""
@@ -369,7 +385,12 @@ def _make(order: Order, asked: Order, parent: Parent | None) -> dict[str, dict[s
 
 def _taken(status: JobStatus, watch: _Watch, verdict: Mapping[str, Any] | None, *, is_forked: bool) -> dict[str, Any]:
     footprint = status.footprint or Footprint(0)
-    unseen = {"private": footprint.private_bytes, "once": 0, "ranks": [dict.fromkeys([*_PARTS, "number"], 0)]}
+    unseen = {
+        "private": footprint.private_bytes,
+        "once": 0,
+        "between": 0,
+        "ranks": [dict.fromkeys([*_PARTS, "number"], 0)],
+    }
     most = watch.most.get(status.job_id, unseen)
     if is_forked:  # the meter alone knows which pages are those of the process that it was forked from
         share = footprint.private_bytes / max(most["private"], 1)
