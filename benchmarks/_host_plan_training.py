@@ -1,129 +1,152 @@
-"""A training as a user writes it, for host_plan.py: in the environment lie the row, the folder, and the rank."""
+"""A training as a user writes it, for host_plan.py: its settings are words, such as ``loop=lightning data=list``."""
 
-import json
-import multiprocessing
 import os
 import sys
-from pathlib import Path
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
-ROW = SimpleNamespace(**json.loads(os.environ["HOST_PLAN_ROW"]))
-FOLDER = Path(os.environ["HOST_PLAN_FOLDER"])
+DEFAULTS = "loop=plain data=array mib=100 workers=2 validation=1 persistent=0 batch=256 width=64 epochs=2 slow=0"
+given = dict(word.split("=") for word in [*DEFAULTS.split(), *sys.argv[1:]])
+ROW: Any = SimpleNamespace(**{name: int(text) if text.isdecimal() else text for name, text in given.items()})
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+WIDTH, MIB = 1024, 1 << 20
+
+
+def numpy_only() -> None:
+    """A fit by batches of a table that each rank holds, without torch; it says its phases."""
+    from memfit.rundir import phase
+
+    table = np.random.default_rng(0).random((ROW.mib * MIB // 8 // WIDTH, WIDTH))
+    weights = np.zeros(WIDTH)
+    for _ in range(ROW.epochs):
+        phase("train")
+        for begin in range(0, len(table), ROW.batch):
+            part = table[begin : begin + ROW.batch]
+            weights -= 1e-6 * part.T @ (part @ weights - 1)
+        phase("validate")
+        np.corrcoef(table[: len(table) // 2].T)
+        phase("checkpoint")
+        time.sleep(ROW.slow / 10)
+
+
+if ROW.loop == "numpy":
+    numpy_only()
+    sys.exit()
+
+import torch  # noqa: E402
+
 if ROW.loop == "huggingface":
     from transformers import Trainer, TrainingArguments
 elif ROW.loop == "lightning":
     import lightning
 
-WIDTH, OUT, BATCH, EPOCHS, MIB = 1024, 256, 512, 2, 1 << 20
-#: Items of a list of dicts are shorter: a number of Python takes 32 bytes.
-LISTED = 96
-
 
 class Items(torch.utils.data.Dataset[Any]):
-    def __init__(self, kind: Any, name: Any, nbytes: Any) -> None:
-        self.name, self.kind = name, kind
+    """Rows of 4 KiB: in objects, an array, a frame, a file that is mapped, in /dev/shm, or a rank's own share."""
+
+    def __init__(self, mib: int) -> None:
+        number = mib * MIB // (4 * WIDTH)
         self.rows: Any
-        number = nbytes // (4 * WIDTH)
-        path = FOLDER / name
-        if kind == "list":
-            rng = np.random.default_rng(0)
-            self.rows = [{"id": n, "x": rng.random(LISTED).tolist()} for n in range(nbytes // (32 * LISTED + 500))]
-        elif kind == "array":
-            self.rows = np.random.default_rng(0).random((number, WIDTH), np.float32)
-        elif kind == "mapped":
-            self.rows = np.memmap(path.with_suffix(".bin"), np.float32, "r", shape=(number, WIDTH))
+        rng = np.random.default_rng(0)
+        if ROW.data == "list":
+            self.rows = [{"x": rng.random(96).tolist()} for _ in range(mib * MIB // 3500)]
+        elif ROW.data == "strings":
+            self.rows = [f"{n:064d}" for n in range(mib * MIB // 113)]
+        elif ROW.data == "frame":
+            import pandas
+
+            self.rows = pandas.DataFrame(rng.random((number, WIDTH), np.float32))
+        elif ROW.data in ("mapped", "shm"):
+            path = f"{'/dev/shm' if ROW.data == 'shm' else os.environ.get('TMPDIR', '/tmp')}/host_plan_{mib}.bin"
+            self.rows = np.memmap(path, np.float32, "r", shape=(number, WIDTH))
+            self.rows.sum()
         else:
-            from memfit.data import PackedDataset
+            own = number // RANKS if ROW.data == "share" else number
+            self.rows = rng.random((own, WIDTH), np.float32)
 
-            self.rows = PackedDataset.open(path)
-
-    def __len__(self) -> Any:
+    def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, number: Any) -> Any:
-        row = self.rows[number]
-        if self.kind == "list":
-            return {"x": torch.tensor(row["x"] * (WIDTH // LISTED + 1))[:WIDTH].clone()}
-        return {"x": torch.from_numpy(np.array(row["x"] if self.kind == "packed" else row))}
-
-
-def make_files() -> Any:
-    """Write the files of mapped and packed data; the ranks only read them."""
-    from memfit.data import pack
-
-    for name, nbytes in (("train", ROW.train_mib * MIB), ("valid", ROW.valid_mib * MIB)):
-        rows = np.random.default_rng(0).random((nbytes // (4 * WIDTH), WIDTH), np.float32)
-        if ROW.data == "mapped":
-            rows.tofile(FOLDER / f"{name}.bin")
-        elif ROW.data == "packed":
-            pack(({"x": row} for row in rows), FOLDER / name)
-
-
-def data() -> Any:
-    train = Items(ROW.data, "train", ROW.train_mib * MIB)
-    return train, Items(ROW.data, "valid", ROW.valid_mib * MIB) if ROW.validation else None
+    def __getitem__(self, number: int) -> Any:
+        row = self.rows.iloc[number].to_numpy() if ROW.data == "frame" else self.rows[number]
+        if isinstance(row, str):
+            return {"x": torch.full((WIDTH,), float(len(row)))}
+        values = np.array(row["x"] * 11, np.float32)[:WIDTH] if isinstance(row, dict) else np.array(row)
+        return {"x": torch.from_numpy(values)}
 
 
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(WIDTH, OUT)
+        wide = max(ROW.width, 64)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(WIDTH, wide), torch.nn.ReLU(), torch.nn.Linear(wide, wide))
 
     def forward(self, x: Any, return_loss: Any = True) -> Any:
-        return {"loss": self.layer(x).square().mean()}
+        return {"loss": self.layers(x).square().mean()}
 
 
-def loaders() -> Any:
-    """The loaders of the plain loop and of Lightning, which sets the samplers of its ranks itself."""
+def loaders() -> list[Any]:
     found = []
-    for one, shuffled in zip(data(), (True, False), strict=True):
+    for mib, shuffled in ((ROW.mib, True), (ROW.mib // 2 * ROW.validation, False)):
+        data = Items(mib) if mib else None
         sampler: Any = None
-        if RANKS > 1 and ROW.loop == "plain" and one is not None:
-            sampler = torch.utils.data.DistributedSampler(one, RANKS, RANK, shuffle=shuffled)
-        settings = {"num_workers": ROW.workers, "persistent_workers": ROW.persistent, "sampler": sampler}
-        found.append(
-            one and torch.utils.data.DataLoader(one, BATCH, shuffle=shuffled if sampler is None else None, **settings)
-        )
+        if RANKS > 1 and ROW.loop == "plain" and ROW.data != "share":
+            sampler = data and torch.utils.data.DistributedSampler(data, RANKS, RANK, shuffle=shuffled)
+        own = {"num_workers": ROW.workers, "persistent_workers": bool(ROW.persistent and ROW.workers)}
+        shuffle = shuffled if sampler is None else None
+        found.append(data and torch.utils.data.DataLoader(data, ROW.batch, shuffle=shuffle, sampler=sampler, **own))
     return found
 
 
-def trainer() -> Any:
-    train, valid = data()
-    settings = TrainingArguments(
-        output_dir=str(FOLDER / "out"), num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH,
-        per_device_eval_batch_size=BATCH, dataloader_num_workers=ROW.workers, use_cpu=True, report_to="none",
-        dataloader_persistent_workers=ROW.persistent, eval_strategy="epoch" if valid else "no", save_strategy="no",
-        disable_tqdm=True, logging_strategy="no", prediction_loss_only=True, remove_unused_columns=False,
-        dataloader_multiprocessing_context=ROW.start if ROW.workers else None,
-    )  # fmt: skip
-    return Trainer(Model(), settings, train_dataset=train, eval_dataset=valid)
-
-
-def train_plain() -> Any:
+def train_plain() -> None:
+    """A loop of one's own; loop=accelerate lets Accelerate prepare it, loop=marked says its phases."""
     model: Any = Model()
-    if RANKS > 1:
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    train, valid = loaders()
+    backward: Any = torch.Tensor.backward
+    mark: Any = lambda name: None  # noqa: E731
+    if ROW.loop == "marked":
+        from memfit.rundir import phase as mark
+    if ROW.loop == "accelerate":
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, train, valid = accelerator.prepare(model, optimizer, train, valid)
+        backward = accelerator.backward
+    elif RANKS > 1:
         torch.distributed.init_process_group("gloo")
         model = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    train, valid = loaders()
-    for _ in range(EPOCHS):
+        optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(ROW.epochs):
+        mark("train")
         for batch in train:
             optimizer.zero_grad()
-            model(**batch)["loss"].backward()
+            backward(model(**batch)["loss"])
             optimizer.step()
+            time.sleep(ROW.slow / 1000)
+        mark("validate")
         with torch.no_grad():
             for batch in valid or ():
                 model(**batch)
-    if RANKS > 1:
-        torch.distributed.destroy_process_group()
+        mark("checkpoint")
 
 
-def train_lightning() -> Any:
+def train_huggingface() -> None:
+    settings = TrainingArguments(
+        output_dir=f"/tmp/host_plan_out_{os.getpid()}", num_train_epochs=ROW.epochs, use_cpu=True, report_to="none",
+        per_device_train_batch_size=ROW.batch, per_device_eval_batch_size=ROW.batch, save_strategy="no",
+        dataloader_num_workers=ROW.workers, dataloader_persistent_workers=bool(ROW.persistent and ROW.workers),
+        eval_strategy="epoch" if ROW.validation else "no", disable_tqdm=True, logging_strategy="no",
+        prediction_loss_only=True, remove_unused_columns=False,
+    )  # fmt: skip
+    valid = Items(ROW.mib // 2) if ROW.validation else None
+    Trainer(Model(), settings, train_dataset=Items(ROW.mib), eval_dataset=valid).train()
+
+
+def train_lightning() -> None:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -138,57 +161,13 @@ def train_lightning() -> Any:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters())
 
-    train, valid = loaders()
     lightning.Trainer(
-        accelerator="cpu", devices=RANKS, strategy="ddp" if RANKS > 1 else "auto", max_epochs=EPOCHS, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    ).fit(Module(), train, valid)  # fmt: skip
-
-
-def mark_phases() -> Any:
-    """Say which loader was begun last, in a file of this rank."""
-    begin = torch.utils.data.DataLoader.__iter__
-
-    def marked(self: Any) -> Any:
-        name = getattr(self.dataset, "name", "")
-        (FOLDER / f"phase.{RANK}").write_text({"train": "train", "valid": "validate"}.get(name, ""))
-        return begin(self)
-
-    torch.utils.data.DataLoader.__iter__ = marked  # type: ignore[method-assign]
-
-
-def forecast(asked: Any) -> Any:
-    """Print what memfit forecasts of trainings with this loop, each on one node, before any of them runs."""
-    global ROW, FOLDER
-    for number, row, folder in asked:
-        ROW, FOLDER = SimpleNamespace(**row), Path(folder)
-        multiprocessing.set_start_method(ROW.start, force=True)
-        print(json.dumps({"row": number, **forecast_one()}), flush=True)
-
-
-def forecast_one() -> Any:
-    from memfit.data import LoaderUse, host_footprint
-
-    if ROW.loop == "huggingface":
-        made = trainer()
-        train, valid = made.get_train_dataloader(), made.get_eval_dataloader() if ROW.validation else None
-    else:
-        train, valid = loaders()
-    weights = sum(one.nbytes for one in Model().parameters())
-    copies = 4 if ROW.ranks == 1 else 5  # weights, gradients, Adam's two, and the buckets of DDP
-    use = LoaderUse(num_ranks=ROW.ranks, loop=ROW.loop, num_epochs=EPOCHS)
-    return host_footprint(train, valid, use, training_bytes=copies * weights).to_dict()
+        accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), max_epochs=ROW.epochs, logger=False,
+        strategy="ddp" if RANKS > 1 else "auto", enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Module(), *loaders())  # fmt: skip
 
 
 if __name__ == "__main__":
-    multiprocessing.set_start_method(ROW.start)
     torch.manual_seed(0)
-    if sys.argv[1:] == ["files"]:
-        make_files()
-    elif sys.argv[1:2] == ["forecast"]:
-        forecast(json.loads(sys.argv[2]))
-    else:
-        mark_phases()
-        loops: dict[str, Any] = {"plain": train_plain, "lightning": train_lightning}
-        loops.get(ROW.loop, lambda: trainer().train())()
-        print("trained")
+    {"huggingface": train_huggingface, "lightning": train_lightning}.get(ROW.loop, train_plain)()

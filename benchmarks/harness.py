@@ -39,7 +39,7 @@ ROOMS = {
     "makespan": ("src/memfit/jobs", "Makespan"),
     "costs": ("src/memfit/training", "Costs"),
     "loaders": ("src/memfit/data", "Loaders"),
-    "host_plan": ("src/memfit/data", "Host memory"),
+    "host_plan": ("src/memfit/pipeline/_first_steps.py", "Host memory"),
     "ground_truth": ("src/memfit/estimation", "Estimates"),
     "estimate": ("src/memfit/estimation", "Estimating"),
     "diagnosis": ("src/memfit/diagnosis", "Diagnosis"),

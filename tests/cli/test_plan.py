@@ -39,7 +39,6 @@ def test_the_job_of_report_3_is_refused_before_it_starts(memfit, report_3, tmp_p
     assert done.exit_code == 3 and not (tmp_path / "runs").exists()
     assert "does not fit: 265.99 GiB of each node in phase train (4 x 66.50 GiB), and it has 238.42 GiB" in done.out
     assert "smallest change that fits: 3 tasks a node: 199.49 GiB of each node (cost: 6 nodes for 16 ranks" in done.out
-    assert "name what makes them: --set stages.train.loaders=module:function" in done.out
     assert memfit(*report_3("513GB")).exit_code == 0
     many = "17 ranks were asked for, and the machine has 4 x 4 tasks"
     check_refused(memfit(*report_3("513GB"), "--nproc", "17"), many)
@@ -186,6 +185,12 @@ phase("validate")
 more = bytearray(100 << 20)
 time.sleep(1)
 """
+
+
+def test_a_plan_says_that_it_runs_first_steps_and_runs_none_if_they_are_left_out(memfit):
+    assert "first steps" not in (left_out := memfit("run", "--plan", "--no-steps", "--", "true")).err
+    assert left_out.out.endswith("Nothing was started.\n")
+    assert "first steps of cmd as 1 rank: at most" in memfit("run", "--plan", "--", "true").err
 
 
 @pytest.mark.slow

@@ -252,7 +252,7 @@ def test_a_choice_of_stages_and_units_runs_these_alone(memfit, gated, gated_run,
 @pytest.mark.core
 @pytest.mark.proves("S0-05", "S0-46")
 def test_a_plan_says_what_would_run_why_and_what_fits_and_starts_nothing(memfit, gated, gated_run, tmp_path):
-    first = memfit(*gated, "--plan")
+    first = memfit(*gated, "--plan", "--no-steps")
     assert first.exit_code == 0 and not (tmp_path / "runs").exists()
     assert "prepare   would run 1: it was not made yet" in first.out
     assert "measure one: memfit run gated:WORKLOAD --until fold --units 1" in first.out
@@ -290,7 +290,7 @@ def test_the_command_that_measures_one_job_works_when_it_is_pasted(memfit, tmp_p
         'def train(ctx, rate: float = 1.0):\n    return {"x": ctx.unit["fold"] * rate}\n'
     )
     words = ["run", "train:train", "--param", "fold=3..5", "--name", "mine", "--set", "params.rate=2"]
-    [hint] = re.findall("measure one: memfit (.*)", memfit(*words, "--plan").out)
+    [hint] = re.findall("measure one: memfit (.*)", memfit(*words, "--plan", "--no-steps").out)
     pasted = memfit(*shlex.split(hint), "--quiet")
     assert pasted.exit_code == 0, pasted.err
     [stage] = json.loads(memfit(*words, "--plan", "--json").out)["stages"]
@@ -298,10 +298,11 @@ def test_the_command_that_measures_one_job_works_when_it_is_pasted(memfit, tmp_p
 
     command = ["--", sys.executable, "-c", "print({n})"]
     [hint] = re.findall(
-        "measure one: memfit (.*)", memfit("run", "--name", "c", "--param", "n=1,2", "--plan", *command).out
+        "measure one: memfit (.*)",
+        memfit("run", "--name", "c", "--param", "n=1,2", "--plan", "--no-steps", *command).out,
     )
     assert memfit(*shlex.split(hint), "--quiet").exit_code == 0
-    found = json.loads(memfit("run", "--name", "c", "--param", "n=1,2", "--plan", "--json", *command).out)
+    found = json.loads(memfit("run", "--name=c", "--param", "n=1,2", "--plan", "--json", "--no-steps", *command).out)
     assert found["stages"][0]["footprint"]["method"] == "measured"
 
 

@@ -51,7 +51,7 @@ def test_no_text_of_a_job_gives_the_terminal_an_order(memfit, tmp_path):
     told = [memfit("run", "--verbose", *words, sys.executable, "job.py", "{t}")]
     told += [memfit("watch", "orders"), memfit("ps", "--all"), memfit("diagnose", "runs/orders", "--verbose")]
     told += [memfit("diagnose", "runs/orders", "--report", "incident.md"), memfit("resume", "orders")]
-    told.append(memfit("run", "--plan", "--new", *words, "echo", "{t}"))
+    told.append(memfit("run", "--plan", "--no-steps", "--new", *words, "echo", "{t}"))
     told.append(memfit("run", "--name", ORDERS, "--", "true"))
     assert [one.exit_code for one in told] == [4, 0, 0, 0, 0, 4, 0, 2]
     text = "".join(one.out + one.err for one in told) + (tmp_path / "incident.md").read_text()

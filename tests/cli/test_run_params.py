@@ -56,7 +56,7 @@ def test_with_continue_all_run_and_all_failures_are_reported(memfit):
 
 def test_a_plan_prints_commands_and_budget_and_starts_nothing(memfit, tmp_path):
     (tmp_path / "train.py").touch()
-    words = ["--param", 'model=big,"small, old"', "--param", "fold=1..2", "--limit", "64MiB", "--plan"]
+    words = ["--param", 'model=big,"small, old"', "--param", "fold=1..2", "--limit", "64MiB", "--plan", "--no-steps"]
     command = ["python", "train.py", "{model}", "--json", '{"lr": 1, "fold": {fold}}']
     done = memfit("run", *words, "--", *command)
     assert done.exit_code == 0

@@ -83,7 +83,7 @@ def test_no_file_and_no_line_has_the_tail_of_a_secret_that_a_job_repeats(memfit,
     (tmp_path / "config.yaml").write_text(json.dumps({"experiment": "tails", "stages": stages}))
     told = [memfit("run", "config.yaml"), memfit("run", "--name", "sweep", "--param", "n=1", "--", *words, "{n}")]
     assert [one.exit_code for one in told] == [4, 4]
-    plan = ["run", "--name", "sweep", "--param", "n=1", "--plan"]
+    plan = ["run", "--name", "sweep", "--param", "n=1", "--plan", "--no-steps"]
     told += [memfit(*plan, "--", *words, "{n}"), memfit(*plan, "--json", "--out", "plan.json", "--", *words, "{n}")]
     for name in ("tails", "sweep"):
         told += [memfit("report", name), memfit("watch", name), memfit("diagnose", f"runs/{name}", "--verbose")]

@@ -15,8 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 
 CHILD = Path(__file__).with_name("child.py")
-#: Programs of tests, not modules of them.
-collect_ignore = ["footprint_child.py", "validation_child.py"]
 
 
 def generate_table(

@@ -1,4 +1,4 @@
-"""Loaders that a stage names: made in a child, counted for one rank, and with fewer workers."""
+"""Loaders that a stage names: made in a child for their numbers; what a plan says of a job that nobody measured."""
 
 import io
 from itertools import product
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from memfit.data import _loader_footprint
 from memfit.errors import UsageError
 from memfit.files import write_json
 from memfit.memory import Footprint, PhasePeak
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from memfit.data import Padding, SequenceLoader
 
 def data(number):
-    return TensorDataset(torch.zeros(number, 1 << 13))
+    return TensorDataset(torch.zeros(number, 1 << 12))
 
 def make(params):
     part = 16 // int(os.environ.get("WORLD_SIZE", "2"))
@@ -34,8 +33,6 @@ def make(params):
 def uneven(params):
     return DataLoader(data(params["rows"]), batch_size=5, num_workers=2), DataLoader(data(30), batch_size=5)
 
-def later(params):
-    return make(params)[0], lambda: make(params)[1]
 def only_training(params):
     return DataLoader(data(30), batch_size=3, drop_last=True), None
 
@@ -61,38 +58,21 @@ def _module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-@pytest.fixture
-def empty(monkeypatch):
-    """What a training of one small layer takes is not measured: each loader would start processes that import torch."""
-    found = _loader_footprint.EmptyTraining(200 << 20, 90 << 20, 10 << 20, 0, 8 << 20)
-    monkeypatch.setattr(_loader_footprint, "_measure", lambda *words: found)
-
-
 def ask(name, **params):
-    return _probe.loaders_in_child(f"loaders_here:{name}", "", params, 1)
+    return _probe.loaders_in_child(f"loaders_here:{name}", "", params)
 
 
-@pytest.mark.usefixtures("empty")
-def test_loaders_are_counted_as_they_are_and_with_fewer_workers():
+def test_the_numbers_of_loaders_are_read_off():
     found = ask("make", rows=100)
-    late, (train, both) = ask("later", rows=100)["loaders"][0]["both"], map(found["loaders"][0].get, ("train", "both"))
-    alone = {"parts": both["parts"] | {"data": train["parts"]["data"]}, "phases": both["phases"] | train["phases"]}
-    assert late == both | alone != both
     facts = {name: found[name] for name in ("workers", "batch", "samples", "valid", "drops")}
     assert facts == {"workers": 2, "batch": 8, "samples": 100, "valid": 30, "drops": False}
-    parts = {one["workers"]: one["train"]["parts"] for one in found["loaders"]}
-    assert parts[2]["workers"] > parts[1]["workers"] > parts[0]["workers"] == 0
-    assert parts[2]["batches"] > parts[1]["batches"] >= parts[0]["batches"] > 0
+    found = ask("only_training")
+    assert (found["samples"], found["valid"], found["drops"]) == (30, None, True)
 
 
-@pytest.mark.usefixtures("empty")
 def test_samples_and_batch_are_those_that_a_loader_says():
-    found = {name: ask(name) for name in ("by_sampler", "sequences", "only_training")}
-    assert {name: (one["samples"], one["batch"], len(one["loaders"])) for name, one in found.items()} == {
-        "by_sampler": (30, 0, 1), "sequences": (25, 10, 1), "only_training": (30, 3, 1),
-    }  # fmt: skip
-    alone = found["only_training"]
-    assert (alone["valid"], alone["drops"], set(alone["loaders"][0]["both"]["phases"])) == (None, True, {"train"})
+    found = {name: ask(name) for name in ("by_sampler", "sequences")}
+    assert [(one["samples"], one["batch"]) for one in found.values()] == [(30, 0), (25, 10)]
 
 
 def test_what_returns_no_two_loaders_is_refused():
@@ -102,7 +82,7 @@ def test_what_returns_no_two_loaders_is_refused():
 
 def test_a_function_that_takes_too_long_is_ended(monkeypatch):
     monkeypatch.setattr(_probe, "_SECONDS", 1)
-    with pytest.raises(UsageError, match="were not made and looked at within 1 s"):
+    with pytest.raises(UsageError, match="were not made within 1 s"):
         ask("slow")
 
 
@@ -122,29 +102,40 @@ CONFIG = {
 MACHINE = "nodes: 2\ntasks_per_node: 2\nnode_memory: {}\n"
 
 
-@pytest.mark.slow
-def test_a_plan_has_the_loaders_of_each_rank_and_refuses_what_a_node_has_no_room_for(tmp_path):
+def test_a_plan_has_the_batch_of_loaders_and_no_request_before_first_steps(tmp_path):
     (tmp_path / "machine.yaml").write_text(MACHINE.format("64GiB"))
-    [stage] = (plan := plan_run(CONFIG, on=tmp_path / "machine.yaml")).stages
+    plan = plan_run(CONFIG, on=tmp_path / "machine.yaml")
+    [stage] = plan.stages
     found = stage.forecast
-    assert not (tmp_path / "runs").exists()
-    assert {line.name for line in found.ledger.lines} >= {"interpreter", "data", "training workers", "training batches"}
-    assert found.ledger.layout.tasks_per_node == 2 and found.batch == (
+    assert not (tmp_path / "runs").exists() and found.ledger.layout.tasks_per_node == 2
+    assert found.batch == (
         "global batch 10 = 5 per rank x 2 ranks x 1 accumulated; 10 steps an epoch of 100 samples, 30 validated"
     )
-    # Nobody has counted what is trained: neither the rows nor the node say that it fits, nor what to request.
     assert (plan.fits, stage.fits, found.fits, found.request["mem"], stage.rows) == (None, None, None, None, ())
-    assert found.uncounted == ("weights, gradients, optimizer, activations, checkpoints",)
-    assert not any(mode.fits for mode in found.list_modes()) and plan.to_dict()["stages"][0]["fits"] is None
     shown = say_plan(plan)
     assert "to request: not known, /dev/shm" in shown and "fits: not known; " in shown
     assert "measure one: memfit run CONFIG --until train" in shown and "--mem=" not in shown and "  yes" not in shown
-    (tmp_path / "machine.yaml").write_text(MACHINE.format(found.ledger.peak.bytes * 9 // 10))
-    small = plan_run(CONFIG, on=tmp_path / "machine.yaml")
-    assert small.fits is False  # what is counted is too much already
-    small_modes = small.stages[0].forecast.list_modes()
-    assert small.stages[0].forecast.change.startswith(next(one.name for one in small_modes if one.fits is not False))
-    assert "smallest change after which what is counted fits: " in say_plan(small)
+
+
+def test_a_stage_of_which_nothing_is_known_has_no_request(tmp_path):
+    (tmp_path / "machine.yaml").write_text(MACHINE.format("64GiB"))
+    config = {
+        "experiment": "planned",
+        "stages": {"fold": {"run": "true", "each": "k in params.ks"}},
+        "params": {"ks": 2},
+    }
+    plan = plan_run(config, on=tmp_path / "machine.yaml")
+    assert (plan.fits, plan.stages[0].forecast) == (None, None)
+    assert "one job: not measured yet" in say_plan(plan) and "--mem=" not in say_plan(plan)
+
+
+def test_a_declared_rank_is_counted_for_each_and_what_is_not_counted_is_said(tmp_path):
+    config = CONFIG | {"stages": {"train": {"run": "true"}}, "resources": {"ranks": 3, "memory": "1GiB"}}
+    (tmp_path / "machine.yaml").write_text(MACHINE.format("4GiB"))
+    [stage] = plan_run(config, on=tmp_path / "machine.yaml").stages
+    assert stage.forecast.ledger.peak.bytes == stage.footprint.private_bytes == 2 << 30
+    [here] = plan_run(config).stages
+    assert (here.footprint.private_bytes, here.origin) == (3 << 30, "declared: 3 x 1.00 GiB, resources.memory")
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from memfit.amounts import Amount
 from memfit.errors import ConfigError, DoesNotFitError, UsageError
 from memfit.memory import Footprint
 from memfit.pipeline import _plan_run, plan_launch
-from memfit.planning import LaunchSettings, Line, render
+from memfit.planning import LaunchSettings, render
 from memfit.rundir import RunDir
 from memfit.units import write_size
 
@@ -159,15 +159,8 @@ def test_what_a_function_of_the_same_name_took_says_nothing_of_a_command():
     assert made(SERVICE).memory_why.startswith("6.00 GiB (measured on train of run_")
 
 
-def count_loaders(monkeypatch, data):
-    """Let a plan count loaders of so many bytes, with two workers, without making any."""
-    facts = {"settings": {}, "workers": 2, "samples": 9, "valid": None, "batch": 3, "drops": False}
-    lines = [Line(one, Amount(data, "task"), "", "computed", number=num) for one, num in (("data", 1), ("workers", 2))]
-    monkeypatch.setattr(_plan_run, "ask_of_loaders", lambda *words: (facts, {2: tuple(lines)}))
-
-
 @pytest.mark.slow
-def test_what_was_measured_with_other_settings_says_so_and_yields_to_what_is_declared(monkeypatch):
+def test_what_was_measured_with_other_settings_says_so_and_yields_to_what_is_declared():
     """A trial of a few minutes with a small batch, and then a launch of the real one."""
     command = {"run": ["python", "-c", "import time; time.sleep(1.5)", "{params.batch}"]}
     own = {"experiment": "trial", "stages": {"train": command}, "params": {"batch": 2}, "launch": {}}
@@ -182,9 +175,6 @@ def test_what_was_measured_with_other_settings_says_so_and_yields_to_what_is_dec
     assert "with other settings: the command changed)" in made(own | {"stages": {"train": {"run": words}}}).memory_why
     declared = made(own | {"params": {"batch": 64}, "resources": {"memory": "3GiB"}})
     assert declared.memory_why.startswith("3.00 GiB (declared")
-    count_loaders(monkeypatch, 9 * GIB)  # more than that job took: its peak says nothing of the rest
-    with pytest.raises(ConfigError, match="the memory of train is not known"):
-        made(own | {"params": {"batch": 64}, "stages": {"train": command | {"loaders": "train:loaders"}}})
 
 
 @pytest.mark.proves("S3-08")
@@ -215,7 +205,8 @@ def test_what_cannot_be_right_is_refused(changes, what):
 
 
 def test_loaders_without_a_model_make_no_request(monkeypatch):
-    count_loaders(monkeypatch, GIB)
+    facts = {"settings": {"workers": 2}, "workers": 2, "samples": 9, "valid": None, "batch": 3, "drops": False}
+    monkeypatch.setattr(_plan_run, "ask_of_loaders", lambda *words: facts)  # makes none
     config = NODES | {"stages": {"train": {"run": "true", "loaders": "train:loaders"}}, "resources": {"ranks": 16}}
     with pytest.raises(ConfigError, match="the memory of train is not known"):
         made(config)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from memfit.amounts import Amount, Layout
 from memfit.memory import Footprint, PhasePeak
-from memfit.planning import Forecast, Ledger, Line, describe_batch, list_loader_lines, list_step_lines
+from memfit.planning import Forecast, Ledger, Line, describe_batch, list_step_lines
 
 GB, GIB = 10**9, 1 << 30
 
@@ -21,9 +21,9 @@ def sums(ledger):
 
 LINES = (
     Line("interpreter", Amount(100, "process"), "", "measured"),
-    task(50, "data", can_map=True),
+    task(50, "data"),
     Line("training workers", Amount(10, "process"), "", "measured", phases=("train", "checkpoint"), number=3),
-    task(20, "training dataset copies", phases=("train", "checkpoint"), can_map=True),
+    task(20, "training dataset copies", phases=("train", "checkpoint")),
     task(5, "training batches", phases=("train", "checkpoint"), in_shm=True),
     task(90, "validation loaders", phases=("validate",)),
     Line("checkpoint", Amount(70, "node"), "", "computed", phases=("checkpoint",)),
@@ -41,37 +41,10 @@ def test_a_node_has_each_line_as_often_as_its_scope_says_and_no_device_memory():
         TWO.peak + TWO.on_node(LINES[-1])
 
 
-def test_mapped_data_is_once_on_a_node_and_nobody_copies_it():
-    found = TWO.map_data()
-    assert (sums(found)["train"], found.mapped.bytes) == (2 * 135, 50)
-
-
 @given(st.integers(1, 64), st.lists(st.integers(0, 1 << 40), min_size=1, max_size=5))
 def test_what_each_rank_has_is_there_for_each_rank(tasks, sizes):
     lines = tuple(task(size) for size in sizes)
     assert Ledger(Layout(1, tasks), lines).peak.bytes == tasks * sum(sizes)
-
-
-LOADERS = {"workers": 90, "dataset copies": 22, "batches": 6, "pinned": 0}
-
-
-@pytest.mark.parametrize("tasks", [1, 2])
-@pytest.mark.parametrize("kept_in_train", [0, 12])
-@pytest.mark.parametrize(("valid", "own"), [({"workers": 90, "batches": 10}, 0), ({"workers": 2}, 40)])
-def test_the_lines_of_loaders_are_what_their_forecast_says_in_each_phase(valid, own, kept_in_train, tasks):
-    kept = {"data": 8} | ({"interpreter": own} if own else {})
-    in_train, in_valid = LOADERS | kept, valid | kept
-    in_both = in_train | {"workers": in_train["workers"] + kept_in_train}  # workers of the validation that live on
-    phases = {"train": sum(in_both.values()), "validate": sum(in_valid.values())}
-    peaks, most = {name: PhasePeak(size) for name, size in phases.items()}, max(phases.values())
-    both = Footprint(most, 8, parts=in_both if phases["train"] == most else in_valid, phases=peaks, method="declared")
-    train = Footprint(sum(in_train.values()), parts=in_train, method="declared")
-    lines = tuple(list_loader_lines(train, both, 3, tasks))
-    assert (sums(ledger := Ledger(Layout(1, tasks), lines)), ledger.mapped.bytes) == (phases, 8)
-    found = {(one.name, one.how) for one in lines if one.can_map or one.name == "interpreter"}
-    assert found - {("interpreter", "measured")} == {("data", "computed"), ("training dataset copies", "computed")}
-    [workers] = [line for line in lines if line.name == "training workers"]
-    assert (workers.amount, workers.number, workers.how) == (Amount(30 // tasks, "process"), 3, "measured")
 
 
 def test_a_step_is_on_each_gpu_or_on_the_host_of_each_rank():
@@ -130,15 +103,15 @@ def test_an_epoch_has_the_steps_of_its_samples():
 @pytest.mark.proves("S3-41")
 @pytest.mark.parametrize(
     ("limit", "name"),
-    [(480, ""), (380, "mapped data"), (300, "1 worker"), (200, "0 workers"), (190, "--mem=256M on nodes that have it")],
+    [(480, ""), (300, "1 worker"), (200, "0 workers"), (190, "--mem=256M on nodes that have it")],
 )
 def test_the_cheapest_change_that_fits_is_named_with_its_own_sum(limit, name):
-    data, rest = task(60, "data", can_map=True), task(180, "loaders")
+    data, rest = task(60, "data"), task(180, "loaders")
     ledger = Ledger(Layout(1, 2), (data, rest))
     fewer = {1: (data, task(90)), 0: (data, task(40))}
     found = Forecast(ledger, Amount(limit, "node"), "here", num_ranks=2, fewer=fewer)
     peaks = {mode.name: mode.peak.bytes for mode in found.list_modes()}
-    assert peaks.items() >= {"as it is": 480, "mapped data": 360, "1 worker": 300, "0 workers": 200}.items()
+    assert peaks.items() >= {"as it is": 480, "1 worker": 300, "0 workers": 200}.items()
     assert found.change.partition(":")[0] == name
     assert found.fits == (not name)
 

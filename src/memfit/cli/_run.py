@@ -65,6 +65,7 @@ class RunFlags(Output):
     units: Text = flag("Run these units only, such as 2-5 or 1,3.", "RANGE", "units")
     on: Path | None = flag("Plan for the machine that this file describes.", "YAML")
     out: Path | None = flag("Keep the plan, for --planned.", "JSON")
+    no_steps: bool = flag("Plan without first steps: start nothing.")
     planned: Text = flag("A kept plan: say what is not as in it.", "JSON", "planned")
     check_files: bool = flag("Read all kept files; make damaged ones again.")
     canary: bool = flag("Try a few steps of every phase, then stop.", None, "canary=true")
@@ -128,14 +129,14 @@ def run(
             remedy="add --plan, or leave it out",
         )
     if flags.plan:
-        from memfit.pipeline import plan_run
-        from memfit.reports import view_run_plan
+        from memfit import pipeline, reports
 
-        but = _CHOOSING | {"new", "on", "out"} | ({"param"} if command else set())
-        plan = plan_run(what, start=_start_of(source, flags, but=but), on=flags.on, **how)
+        but = _CHOOSING | {"new", "on", "out", "no_steps"} | ({"param"} if command else set())
+        how |= {"start": _start_of(source, flags, but=but), "on": flags.on}
+        plan = pipeline.plan_run(what, steps=None if flags.no_steps else console(stderr=True).say, **how)
         if flags.out is not None:
             write_json(flags.out, plan.to_dict())
-        answer(plan.to_dict(), flags.as_json, view_run_plan(plan))
+        answer(plan.to_dict(), flags.as_json, reports.view_run_plan(plan))
         raise typer.Exit(DoesNotFitError.exit_code if plan.fits is False else 0)
     echo = _Echo(to_stderr=flags.as_json) if command and not combinations else None
     is_told = len(combinations) > 1 and not flags.quiet

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from memfit.data._batches import WindowBatch as WindowBatch
     from memfit.data._buffers import Buffers as Buffers
     from memfit.data._loader import Loader as Loader
-    from memfit.data._loader_footprint import LoaderUse as LoaderUse
-    from memfit.data._loader_footprint import host_footprint as host_footprint
-    from memfit.data._loader_footprint import look_through as look_through
     from memfit.data._manifest import check_panel as check_panel
     from memfit.data._manifest import write_sealed as write_sealed
     from memfit.data._packed import PackedDataset as PackedDataset
@@ -33,14 +30,12 @@ __all__ = [
     "DateBatch",
     "DateBatches",
     "Loader",
-    "LoaderUse",
     "PackedDataset",
     "Padding",
     "Panel",
     "SequenceLoader",
     "Source",
     "decode_dates",
-    "host_footprint",
     "pack",
 ]
 

@@ -6,6 +6,7 @@ from memfit._lazy import load_lazily
 
 if TYPE_CHECKING:
     from memfit.memory._admission import DEFAULT_SLACK as DEFAULT_SLACK
+    from memfit.memory._admission import DEVICE_RESERVE_BYTES as DEVICE_RESERVE_BYTES
     from memfit.memory._admission import Lendable as Lendable
     from memfit.memory._admission import bounds_of as bounds_of
     from memfit.memory._admission import count_fitting as count_fitting

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from memfit.pipeline._describe import StageSpec as StageSpec
     from memfit.pipeline._describe import describe as describe
     from memfit.pipeline._describe import setting_of as setting_of
+    from memfit.pipeline._first_steps import FirstSteps as FirstSteps
     from memfit.pipeline._graph import Graph as Graph
     from memfit.pipeline._launch import plan_launch as plan_launch
     from memfit.pipeline._manifest import fingerprint_files as fingerprint_files

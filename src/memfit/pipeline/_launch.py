@@ -122,7 +122,7 @@ def _largest(order: Order, layout: Layout, source: Path) -> _Planned:
 
 def _memory(settings: RunConfig, planned: _Planned, watching: Amount) -> tuple[Amount, str]:
     """Return what to request of a node, and how it follows; refuse what is tight for a peak that was declared."""
-    slack, ledger = settings.memory.slack, planned.forecast.ledger
+    slack, ledger = planned.forecast.slack, planned.forecast.ledger
     size = Amount(round_up_size(planned.needs(slack, watching).bytes), "node")
     why = f"{f'{planned.jobs} jobs x ' * (planned.jobs > 1)}{format_bytes(ledger.peak.bytes)} ({planned.origin})"
     why += f", {slack:.0%} more" if slack else ""
@@ -142,7 +142,8 @@ def _memory(settings: RunConfig, planned: _Planned, watching: Amount) -> tuple[A
 def _shm_and_cpus(settings: RunConfig, planned: _Planned) -> tuple[Amount, str, int]:
     """Return what /dev/shm of a node must hold, how that follows, and the cores of a rank."""
     ledger = planned.forecast.ledger
-    workers = max((line.number for line in ledger.lines if line.name.endswith("workers")), default=0)
+    counted = planned.forecast.settings.get("workers") or 0
+    workers = max((line.number for line in ledger.lines if line.name.endswith("workers")), default=counted)
     cpus = settings.launch.cpus_per_rank or max(settings.threads_per_job, workers + 1)
     if settings.launch.shm is not None:
         return Amount(settings.launch.shm, "node"), "as launch.shm says", cpus

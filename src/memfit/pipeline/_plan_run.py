@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,12 +18,13 @@ from memfit.errors import DamagedError
 from memfit.files import read_json
 from memfit.jobs import JobStatus, call_in_child, read_status
 from memfit.masking import mask
-from memfit.memory import Budget, Footprint, why_tight
+from memfit.memory import DEVICE_RESERVE_BYTES, Budget, Footprint, why_tight
 from memfit.pipeline._command import ALL, Choice, fill
 from memfit.pipeline._describe import StageSpec, list_units
+from memfit.pipeline._first_steps import BOUND, FirstSteps, launch_of, make_first_steps
 from memfit.pipeline._graph import PASSED, Graph
 from memfit.pipeline._manifest import find_manifest
-from memfit.pipeline._order import Order, Source, order_of_config, with_threads
+from memfit.pipeline._order import Order, Source, Warm, order_of_config, with_threads
 from memfit.pipeline._places import read_budget
 from memfit.pipeline._probe import ask_of_loaders, ask_of_model
 from memfit.pipeline._results import MOST_RUNS, Unit, changed_settings, is_same_command, made_for
@@ -39,7 +40,7 @@ from memfit.planning import (
     list_step_lines,
 )
 from memfit.rundir import RunDir
-from memfit.units import format_count
+from memfit.units import format_bytes, format_count
 
 WITH_OTHER = "with other settings: "  # begins what is said of a figure that was measured on a job of other settings
 _TRACE_SECONDS = 30.0  # a model is traced so long at most; then the formula answers
@@ -60,7 +61,7 @@ class Taken(NamedTuple):
         found, ledger, origin = self.footprint, forecast.ledger, self.origin
         if forecast.uncounted:
             return None, f"not known; {origin}" if found else origin
-        host, tasks = ledger.peak.bytes, ledger.layout.tasks_per_node or 1
+        host, tasks = forecast.needs(ledger).bytes, ledger.layout.tasks_per_node or 1
         if found is not None and abs(host - found.private_bytes) <= tasks:  # each rank's share is rounded up
             return replace(found, private_bytes=host), origin
         origin = f"{origin}; its lines on a node" if found else "computed: the sum of its lines"
@@ -97,6 +98,7 @@ class StagePlan:
     rows: Sequence[AtOnce] = ()  # memory and time by the number of jobs at once
     model: Mapping[str, Any] | None = None  # what ``memfit.planning.ask`` says of the model that it names
     forecast: Forecast | None = None  # on each process, rank, node and GPU; None if only one job's peak is known
+    on_gpu: str = ""  # how many such jobs share the smallest GPU
     tight: str = ""  # why its declared or estimated peak is tight and not accepted: a run refuses it
 
     @property
@@ -143,7 +145,7 @@ class RunPlan:
         return whole | {"stages": stages, "commands": commands}
 
 
-def plan_run(
+def plan_run(  # noqa: PLR0913 - those of a run, and what a plan has beside
     source: Source | Order,
     *,
     overrides: Sequence[config.Override] = (),
@@ -152,33 +154,63 @@ def plan_run(
     new: bool = False,
     start: str = "",
     on: Path | Machine | None = None,
+    steps: Callable[[str], None] | None = None,
 ) -> RunPlan:
-    """Return what `memfit.run` would do with the same arguments; start and write nothing.
+    """Return what `memfit.run` would do with the same arguments.
+
+    It starts and writes nothing, unless ``steps`` is given: then stages of which nothing is measured or declared make
+    their first steps, as one rank and as two, in a run that is removed. ``steps`` is told of them before. What earlier
+    ones took is kept beside the runs, and counts in any case.
 
     ``source`` may be an order that was made before. ``on`` is a machine (`memfit.planning.Machine`) or the file that
     describes it; None for this one, or Slurm's largest node.
     ``start`` is the command that starts this run without the choice: ``memfit run SOURCE`` and flags, of a command up
     to its ``--``.
     """
-    order = source
-    if not isinstance(order, Order):
-        order = with_threads(order_of_config(order, overrides=overrides, env=env, choice=choice), env, new=new)
-    if not start:
-        start = f"memfit run {shlex.quote(str(source))}" if isinstance(source, str | Path) else "memfit run CONFIG"
-    settings = order.settings
-    runs = RunDir.all(settings.runs_dir, settings.experiment)[:MOST_RUNS]
-    graph = Graph(order)
-    found = None if new else find_run(order, graph)
-    if found is None:
-        planned = RunDir(settings.runs_dir / settings.experiment / "planned")
-        graph.look(planned, None if new else earlier_runs(order, planned))
+    with Warm(can_fork=on is None and steps is not None) as warm:
+        if isinstance(source, Order):
+            order = source
+        else:
+            order = order_of_config(source, overrides=overrides, env=env, choice=choice, warm=warm)
+            order = _with_ranks(with_threads(order, env, new=new))
+        if not start:
+            start = f"memfit run {shlex.quote(str(source))}" if isinstance(source, str | Path) else "memfit run CONFIG"
+        settings = order.settings
+        runs = RunDir.all(settings.runs_dir, settings.experiment)[:MOST_RUNS]
+        graph = Graph(order)
+        found = None if new else find_run(order, graph)
+        if found is None:
+            planned = RunDir(settings.runs_dir / settings.experiment / "planned")
+            graph.look(planned, None if new else earlier_runs(order, planned))
+        lacking = [name for name in graph.stages if _lacks(order, graph, runs, name)]
+        made = make_first_steps(order, lacking, warm.parent, steps, new=new)
     machine = Machine.read(on) if isinstance(on, Path) else on
     name = str(on) if isinstance(on, Path) else "the config"
     node = Node(read_budget(settings) if machine is None else machine.budget(name), machine)
-    stages = [_stage(order, graph, runs, node, start, name) for name in graph.stages if name in graph.asked]
+    asked = [name for name in graph.stages if name in graph.asked]
+    stages = [_stage(order, graph, runs, node, start, name, made.get(name)) for name in asked]
     ready = [unit for unit in graph.all_units if unit.state == "ready"]
     commands = [_command(unit) for unit in ready] if order.kind == "commands" else []
     return RunPlan(found.path if found else None, node.budget, stages, commands)
+
+
+def _with_ranks(order: Order) -> Order:
+    """Return an order in which a command of torchrun has the ranks that it starts, unless the settings say them."""
+    ranks = launch_of(order.stages[0].command)[0] if order.kind == "commands" else 0
+    if ranks < 2 or order.settings.resources.ranks > 1:
+        return order
+    each = order.settings.resources.model_copy(update={"ranks": ranks * order.nodes_of(order.stages[0])})
+    return replace(order, settings=order.settings.model_copy(update={"resources": each}))
+
+
+def _lacks(order: Order, graph: Graph, runs: Sequence[RunDir], name: str) -> bool:
+    """Return whether a stage would run, and neither a job of these settings nor the settings say what it takes."""
+    stage = graph.stages[name]
+    units = graph.units.get(name) or _guessed(graph, runs, stage)
+    if name not in graph.asked or (units and not any(unit.state in ("ready", "waiting") for unit in units)):
+        return False
+    taken = _taken(order, stage, runs, units)
+    return taken.footprint is None or WITH_OTHER in taken.origin
 
 
 def _command(unit: Unit) -> Sequence[str]:
@@ -189,7 +221,15 @@ def _command(unit: Unit) -> Sequence[str]:
     return shown
 
 
-def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start: str, name: str) -> StagePlan:
+def _stage(
+    order: Order,
+    graph: Graph,
+    runs: Sequence[RunDir],
+    node: Node,
+    start: str,
+    name: str,
+    steps: FirstSteps | None,
+) -> StagePlan:
     budget = node.budget
     stage, is_known = graph.stages[name], name in graph.units
     units = graph.units[name] if is_known else _guessed(graph, runs, stage)
@@ -210,19 +250,24 @@ def _stage(order: Order, graph: Graph, runs: Sequence[RunDir], node: Node, start
         return StagePlan(**facts)
     measure = []
     taken = _taken(order, stage, runs, left)
+    if steps is not None and not steps.found:
+        taken, steps = taken._replace(origin=f"{taken.origin}; first steps {steps.why}"), None
+    if steps is not None:
+        taken = Taken(None, steps.origin)
     footprint, origin = taken.footprint, taken.origin
-    if footprint is None or WITH_OTHER in origin:
+    if steps is None and (footprint is None or WITH_OTHER in origin):
         one = f" --until {name}" + " --units 1" * bool(stage.each or stage.units)
         measure.append(start + (f" -- {shlex.join(_command(left[0]))}" if order.kind == "commands" else one))
     if stage.has_probe and order.gpus_of(stage)[1]:
         measure.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
     model = _model(order, stage, budget) if stage.has_model else None
-    forecast = _forecast(order, stage, node, taken, model)
+    forecast = _forecast(order, stage, node, taken, model, steps)
     if forecast:
         footprint, origin = taken.as_in(forecast)
     rows = _rows(order, budget, footprint, taken.seconds, len(left)) if footprint and left else ()
     if forecast and forecast.fits is False:  # also where /dev/shm alone is too small
         rows = [replace(row, fits=False) for row in rows]
+    facts["on_gpu"] = _share_gpu(budget, footprint, forecast, model)
     tight = "" if order.settings.accept_tight else _why_tight(footprint, rows, model)
     facts |= {"footprint": footprint, "origin": origin, "measure": measure, "rows": rows}
     return StagePlan(**facts, model=model, forecast=forecast, tight=tight)
@@ -233,7 +278,8 @@ class Node(NamedTuple):
     machine: Machine | None
 
     def layout(self, order: Order, stage: StageSpec) -> Layout:
-        ranks, nodes = order.ranks_of(stage), order.nodes_of(stage)
+        ranks = order.ranks_of(stage)
+        nodes = min(ranks, max(order.nodes_of(stage), order.settings.slurm_of(stage.name).nodes))
         if self.machine is not None:
             return self.machine.layout(ranks)
         tasks = math.ceil(ranks / nodes)
@@ -241,47 +287,48 @@ class Node(NamedTuple):
 
 
 def _forecast(
-    order: Order, stage: StageSpec, node: Node, taken: Taken, model: Mapping[str, Any] | None
+    order: Order,
+    stage: StageSpec,
+    node: Node,
+    taken: Taken,
+    model: Mapping[str, Any] | None,
+    steps: FirstSteps | None,
 ) -> Forecast | None:
     """Return the ledger of one job of a stage; None where it has no line, or says no more than the footprint does."""
     loaders, ranks, settings = order.topology(stage.name).loaders, order.ranks_of(stage), order.settings
-    if not (loaders or node.machine or max(ranks, taken.num_tasks) > 1):
+    if not (loaders or node.machine or max(ranks, taken.num_tasks) > 1 or steps):
         return None
     layout = node.layout(order, stage)
-    accumulated, batch, notes = model["setup"]["num_microbatches"] if model else 1, "", []
-    lacking: dict[str, str] = {}
-    step = list(list_step_lines(model, bool(layout.gpus_per_node))) if model else []
+    accumulated, batch, notes = model["setup"]["num_microbatches"] if model else 1, "", list[str]()
+    step = tuple(list_step_lines(model, bool(layout.gpus_per_node))) if model else ()
     settings_of = {"ranks": ranks} | ({"accumulation": accumulated} if model else {})
-    own: tuple[Line, ...] = ()
-    fewer: dict[int, tuple[Line, ...]] = {}
+    workers, tasks, own, fewer = 0, layout.tasks_per_node or 1, tuple[Line, ...](), dict[int, tuple[Line, ...]]()
+    lacking = ["processes, data, loaders"]
+    lacking += [] if model else ["weights, gradients, optimizer, activations, checkpoints"]
     if loaders:
-        facts, fewer = ask_of_loaders(order, loaders, layout.tasks_per_node or 1, ranks)
-        own = fewer.pop(facts["workers"])
+        facts = ask_of_loaders(order, loaders, ranks)
         settings_of |= facts["settings"]
-        workers, cpus = facts["workers"], layout.cpus_per_task or 0
-        own_workers = format_count(workers, "loader worker")
-        notes.append(f"{own_workers} x {format_count(ranks, 'rank')} = {workers * ranks} in the job")
-        if node.machine is not None and workers + 1 > cpus:
-            share = f"{own_workers} and the rank share {format_count(cpus, 'CPU of a task')}"
-            notes.append(f"{share}: cpus_per_task: {workers + 1}")
-        batch = describe_batch(
-            facts["samples"], facts["valid"], facts["batch"], ranks, accumulated, drops=facts["drops"]
-        )
-    else:
-        name = f"--set stages.{stage.name}.loaders=module:function, which returns (train, valid)"
-        lacking["loaders and data"] = f"name what makes them: {name}"
-    if model is None:
-        name = "the stage names its model: Probe(model=function), docs/stages.md"
-        name = name if stage.command is None else "measure it, or declare a rank: --set resources.memory=8GiB"
-        lacking["weights, gradients, optimizer, activations, checkpoints"] = name
-    notes += [f"not counted by part: {part}; {remedy}" for part, remedy in lacking.items()]
+        workers, samples, valid = facts["workers"], facts["samples"], facts["valid"]
+        batch = describe_batch(samples, valid, facts["batch"], ranks, accumulated, drops=facts["drops"])
+        notes += _note_workers(workers, ranks, layout.cpus_per_task or 0 if node.machine else None)
+    if steps is not None:
+        own, lacking = tuple(steps.lines(ranks, tasks)), []
+        few = dict.fromkeys(number for number in (workers // 2, 1, 0) if number < workers)
+        fewer = {number: tuple(steps.lines(ranks, tasks, number)) for number in few}
+        step = () if steps.on_gpu else tuple(line for line in step if line.amount.place == "device")
+        notes += steps.notes(ranks, Ledger(layout, own).peak.bytes)
+        if layout.gpus_per_node and not (steps.on_gpu or step):
+            notes.append("the first steps used no GPU here: what the job takes of one is not known")
+    elif taken.footprint is None:
+        notes += [f"not counted by part: {part}" for part in lacking]
+        notes.append("first steps count it all; or declare a rank: --set resources.memory=8GiB")
     ledger = Ledger(layout, (*own, *step))
     if taken.footprint is not None:
         whole = ledger.completed(taken.footprint, taken.num_tasks, taken.origin)
         # Lines are of the settings of now: a job of others only shows that they are too low.
         is_whole = WITH_OTHER not in taken.origin or ledger.peak <= whole.peak
-        ledger, lacking = (whole, {}) if is_whole else (ledger, lacking)
-    if not ledger.lines:
+        ledger, lacking = (whole, []) if is_whole else (ledger, lacking)
+    if not (ledger.lines or loaders):
         return None
     limit, shm = node.budget.lendable_bytes, node.budget.shm
     return Forecast(
@@ -292,7 +339,8 @@ def _forecast(
         Amount(shm.total_bytes, "node") if shm else None,
         num_ranks=ranks,
         num_nodes=node.machine.nodes if node.machine else layout.nodes or 1,
-        slack=settings.memory.slack,
+        slack=max(settings.memory.slack, BOUND) if steps else settings.memory.slack,
+        slack_counts=steps is not None,
         fewer={workers: (*lines, *ledger.lines[len(own) :]) for workers, lines in fewer.items()},
         batch=batch,
         notes=tuple(notes),
@@ -300,6 +348,15 @@ def _forecast(
         uncounted=tuple(lacking),
         made_for=made_for(stage),
     )
+
+
+def _note_workers(workers: int, ranks: int, cpus: int | None) -> Iterator[str]:
+    """Say how many loader workers a job has, and where a described machine gives a task too few CPUs for them."""
+    own = format_count(workers, "loader worker")
+    yield f"{own} x {format_count(ranks, 'rank')} = {workers * ranks} in the job"
+    if cpus is not None and workers + 1 > cpus:
+        share = f"{own} and the rank share {format_count(cpus, 'CPU of a task')}"
+        yield f"{share}: cpus_per_task: {workers + 1}"
 
 
 def _why_tight(footprint: Footprint | None, rows: Sequence[AtOnce], model: Mapping[str, Any] | None) -> str:
@@ -320,6 +377,19 @@ def _model(order: Order, stage: StageSpec, budget: Budget) -> Mapping[str, Any]:
     gpu, available, notes = find_this_gpu(budget)
     answer = ask_of_model(asked, gpu=gpu, available_bytes=available, time_limit=_TRACE_SECONDS)
     return answer | {"notes": [*answer["notes"], *notes]}
+
+
+def _share_gpu(
+    budget: Budget, footprint: Footprint | None, forecast: Forecast | None, model: Mapping[str, Any] | None
+) -> str:
+    """Say how many such jobs share the smallest GPU, by what each takes of one at most; empty if that is not known."""
+    size = math.ceil((footprint.bytes_per_device if footprint else 0) * (1 + (forecast.slack if forecast else BOUND)))
+    size = size or (model["device"]["device_bytes"]["upper"] if model else 0)
+    if not (size and budget.devices):
+        return ""
+    gpu = min(budget.devices, key=lambda one: one.total_bytes)
+    number = max(0, gpu.total_bytes - DEVICE_RESERVE_BYTES) // size
+    return f"{format_count(number, 'such job')} on a GPU of {format_bytes(gpu.total_bytes)}: {format_bytes(size)} each"
 
 
 def _guessed(graph: Graph, runs: Sequence[RunDir], stage: StageSpec) -> list[Unit]:

@@ -1,32 +1,28 @@
 """Look at a workload in an interpreter of its own, outside of a run: trace its step, count its loaders.
 
 ``memfit estimate`` traces the step on the first unit of the stage that names its loader and step (probe). A plan makes
-the loaders that a stage names, and forecasts their memory, also with fewer workers.
+the loaders that a stage names.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib.util
 import math
 import os
 import signal
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from memfit import config
 from memfit.errors import MissingExtraError, UntraceableError, UsageError
 from memfit.estimation import TIME_LIMIT
 from memfit.jobs import JobStatus, call_in_child, load_target, thread_env
-from memfit.memory import Footprint
 from memfit.pipeline._command import Choice
 from memfit.pipeline._config import RunConfig
 from memfit.pipeline._contract import Context, Probe, load_workload
@@ -36,19 +32,13 @@ from memfit.pipeline._order import Order, python_path
 from memfit.pipeline._run import stage_order
 from memfit.pipeline._source import UnitSource
 from memfit.pipeline._stage import make_context, only, run_stage
-from memfit.planning import Line, list_loader_lines
 from memfit.rundir import RunDir, batch_size_of, loader_settings
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
     from memfit.training import Longest
 
-_SECONDS = 120  # loaders are made and looked at so long at most; with fewer workers in the first half of that time
-#: Who runs the training, by what has been imported where the loaders are made.
-_LOOPS: dict[str, Literal["huggingface", "lightning"]] = {
-    "lightning.pytorch": "lightning",
-    "transformers.trainer": "huggingface",
-}
+_SECONDS = 120  # loaders are made so long at most
 #: Which batch of a loader is traced, by the finding of ``memfit.training.find_longest``.
 _WHICH = {
     "known": "the longest batch, as its loader says it: {size}",
@@ -239,64 +229,33 @@ def _describe_data(context: Context, longest: Longest) -> dict[str, Any]:
 # Loaders
 
 
-def ask_of_loaders(
-    order: Order, function: str, num_tasks: int, num_ranks: int
-) -> tuple[dict[str, Any], dict[int, tuple[Line, ...]]]:
-    """Return the facts of loaders that a function makes, and the lines of one rank by workers: as it is, then fewer.
-
-    ``num_tasks`` counts the ranks of a node, which share the items of the data. The function finds ``num_ranks`` in the
-    variable ``WORLD_SIZE``.
-    """
-    own = {"function": function, "target": order.settings.target, "params": dict(order.params), "num_tasks": num_tasks}
+def ask_of_loaders(order: Order, function: str, num_ranks: int) -> dict[str, Any]:
+    """Return the facts of loaders that a function makes. It finds ``num_ranks`` in the variable ``WORLD_SIZE``."""
+    own = {"function": function, "target": order.settings.target, "params": dict(order.params)}
     env = {**os.environ, **order.env, "WORLD_SIZE": str(num_ranks)}
-    found = call_in_child(f"{__name__}:loaders_in_child", own, env=env)
-    lines = {}
-    for one in found["loaders"]:
-        train, both = (Footprint.from_dict(one[name]) for name in ("train", "both"))
-        lines[one["workers"]] = tuple(list_loader_lines(train, both, one["workers"], num_tasks))
-    return found, lines
+    return dict(call_in_child(f"{__name__}:loaders_in_child", own, env=env))
 
 
-def loaders_in_child(function: str, target: str, params: Mapping[str, Any], num_tasks: int) -> dict[str, Any]:
-    """Make loaders; return their numbers, and what the processes of a node take with them and with fewer workers."""
-    from memfit.data import LoaderUse, host_footprint
-
+def loaders_in_child(function: str, target: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the loaders of one rank; return their numbers and settings."""
     make = load_target(function)
     values = load_workload(target).params.model_validate(params) if target else dict(params)
-    known = [loop for module, loop in _LOOPS.items() if module in sys.modules]
-    use = LoaderUse(num_ranks=num_tasks, loop=known[0] if known else "plain")
-    started = time.monotonic()
     with _limited(function):
         made = make(values)
-        if not isinstance(made, tuple | list) or len(made) != 2:
-            raise UsageError(
-                f"{function} returned a {type(made).__name__}, not two loaders.",
-                rule="it returns those of training and validation; the second may be None, or a function.",
-                remedy="end it with: return train, valid",
-            )
-        if later := callable(made[1]):
-            made = made[0], made[1]()
-        workers, loaders = int(getattr(made[0], "num_workers", 0)), list[dict[str, Any]]()
-        fewer = (workers // 2, 1, 0) if hasattr(made[0], "prefetch_factor") else ()
-        for number in dict.fromkeys((workers, *(one for one in fewer if one < workers))):
-            if loaders and time.monotonic() > started + _SECONDS / 2:
-                break
-            train, valid = [one and copy_loader(one, number) for one in made] if loaders else made
-            pairs = {"train": (train, None), "both": (train, valid)}
-            sizes = {name: host_footprint(*pair, use).to_dict() for name, pair in pairs.items()}
-            if later:
-                sizes["both"]["parts"]["data"] = sizes["train"]["parts"]["data"]
-                sizes["both"]["phases"] |= sizes["train"]["phases"]
-            loaders.append({"workers": number, **sizes})
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise UsageError(
+            f"{function} returned a {type(made).__name__}, not two loaders.",
+            rule="it returns the loader of the training and that of the validation, or None for the second.",
+            remedy="end it with: return train, valid",
+        )
     samples = [None if one is None else _num_samples(one) for one in made]
     return {
-        "workers": workers,
+        "workers": int(getattr(made[0], "num_workers", 0)),
         "batch": batch_size_of(made[0]) or 0,
         "samples": samples[0],
         "valid": samples[1],
         "drops": bool(getattr(made[0], "drop_last", False)),
         "settings": loader_settings(made[0]) | loader_settings(made[1], "validation"),
-        "loaders": loaders,
     }
 
 
@@ -305,24 +264,15 @@ def _num_samples(loader: Any) -> int:
     return len(loader) * (batch_size_of(loader) or 0) if data is None else len(data)
 
 
-def copy_loader(loader: Any, most_workers: int) -> Any:
-    """Return a copy of a ``DataLoader`` with at most so many workers; it refuses to have these set later."""
-    made, workers = copy.copy(loader), min(most_workers, loader.num_workers)
-    vars(made).update(num_workers=workers)
-    if workers == 0:
-        vars(made).update(prefetch_factor=None, persistent_workers=False)
-    return made
-
-
 @contextlib.contextmanager
 def _limited(function: str) -> Iterator[None]:
     """Raise UsageError in this process's main thread after a time."""
 
     def end(signum: int, frame: FrameType | None) -> NoReturn:
         raise UsageError(
-            f"the loaders of {function} were not made and looked at within {_SECONDS} s.",
-            rule="a plan makes the loaders of one rank, and a batch of each.",
-            remedy="let it return loaders of a sample; or declare the memory of a rank: --set resources.memory=8GiB",
+            f"the loaders of {function} were not made within {_SECONDS} s.",
+            rule="a plan makes the loaders of one rank, to count samples and steps.",
+            remedy="let it return loaders of a sample, or leave stages.NAME.loaders out",
         )
 
     before = signal.signal(signal.SIGALRM, end)

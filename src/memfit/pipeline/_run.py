@@ -23,7 +23,7 @@ from memfit.pipeline._manifest import mapped_bytes, open_folder
 from memfit.pipeline._order import Order, Source, Warm, newest_run, order_of_config, order_of_run, with_threads
 from memfit.pipeline._results import Index, Unit
 from memfit.pipeline._source import UnitSource
-from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, supervised
+from memfit.pipeline._supervise import Known, RunResult, Supervisor, View, Watcher, supervised
 from memfit.pipeline._watchers import Canary, Planned, as_canary, read_planned
 from memfit.rundir import CANARY_VARIABLE, RunDir
 
@@ -94,7 +94,7 @@ def run(
         run_dir, state = take_up(order, find=lambda order: None if new else find_run(order, graph))
         if state == "started":  # else it has looked at the run that goes on
             graph.look(run_dir, None if new else earlier_runs(order, run_dir))
-        return _go_on(order, graph, state, force=force, view=view, parent=warm.parent)
+        return go_on(order, graph, state, force=force, view=view, parent=warm.parent)
 
 
 def run_commands(command: Sequence[str], *, params: Sequence[str] = (), **given: Any) -> RunResult:
@@ -135,7 +135,7 @@ def resume(run: Path, *, view: View | None = None) -> RunResult:
                 rule="a finished result is never overwritten.",
                 remedy="start it by its config: a new run takes over what is still valid",
             )
-        return _go_on(order, graph, "continued", force=False, view=view, parent=warm.parent)
+        return go_on(order, graph, "continued", force=False, view=view, parent=warm.parent)
 
 
 def start_folder(run: RunDir) -> contextlib.chdir[Path]:
@@ -193,14 +193,22 @@ def take_up(order: Order, *, find: Callable[[Order], RunDir | None]) -> tuple[Ru
         os.close(lock)
 
 
-def _go_on(
-    order: Order, graph: Graph, state: str, *, force: bool, view: View | None, parent: Parent | None
+def go_on(
+    order: Order,
+    graph: Graph,
+    state: str,
+    *,
+    force: bool,
+    view: View | None,
+    parent: Parent | None,
+    watch: Callable[[Supervisor], Watcher] = Canary,
 ) -> RunResult:
+    """Run what a graph holds in its run; ``watch`` makes who follows a canary."""
     settings, run = order.settings, graph.run
     facts = {"state": state, "fingerprint": order.fingerprint}
     with supervised(run, settings, force=force, view=view, facts=facts, parent=parent) as supervisor:
         if settings.canary:
-            supervisor.watchers.append(Canary(supervisor))
+            supervisor.watchers.append(watch(supervisor))
         if settings.planned is not None:
             supervisor.watchers.append(Planned(order, graph, read_planned(settings.planned, run), supervisor.events))
         supervisor.adopt(graph.goes_on_with)

@@ -31,7 +31,7 @@ from memfit.units import format_bytes, format_count, format_duration, list_some,
 _SETTLED_SECONDS, _GROWN = 10.0, 1.01
 _VALUE = (int, bool, type(None))
 _MOST = 1.1  # a job that takes more than this multiple of its plan is not as planned
-_FORECAST = {"settings": {str: _VALUE}, "phases": {str: int}, "ranks": ([int], type(None)),
+_FORECAST = {"settings": {str: _VALUE}, "phases": {str: int}, "ranks": ([int], type(None)), "most": (int, float, type(None)),
              "made_for": ({str: (dict, str)}, type(None))}  # fmt: skip
 _PLAN = {"stages": [{"name": str, "forecast": (_FORECAST, type(None))}]}
 _HEAP = "in its {} steps the heap grew by {} each: {} by the end of the first epoch, if it goes on"
@@ -394,6 +394,6 @@ def _compare_sizes(forecast: Mapping[str, Any], status: JobStatus) -> list[dict[
     sizes = []
     for of, size in planned.items():
         taken = found.get(of) or None
-        holds = None if taken is None or forecast.get("uncounted") else taken <= _MOST * size
+        holds = None if taken is None or forecast.get("uncounted") else taken <= (forecast.get("most") or _MOST) * size
         sizes.append({"of": of, "planned": size, "measured": taken, "holds": holds})
     return sizes

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from memfit.planning._ledger import Ledger as Ledger
     from memfit.planning._ledger import Line as Line
     from memfit.planning._ledger import describe_batch as describe_batch
-    from memfit.planning._ledger import list_loader_lines as list_loader_lines
     from memfit.planning._ledger import list_step_lines as list_step_lines
     from memfit.planning._ledger import shm_bytes as shm_bytes
     from memfit.planning._machine import Machine as Machine

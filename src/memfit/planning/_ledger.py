@@ -16,17 +16,6 @@ from memfit.units import MIB, format_bytes, format_count, round_up_size, write_s
 LEAST_SHM_BYTES = 64 * MIB  # Docker gives a container so much /dev/shm unless it is told otherwise
 Metric = Literal["PSS", "RSS", "device"]
 _NOBODY = Amount(0, "node")
-#: What a loader takes, by its parts: the formula in words.
-_FORMULAS = {
-    "interpreter": "an interpreter with what it imports",
-    "workers": "an idle loader worker",
-    "dataset copies": "workers x the objects that each reads and so copies",
-    "batches": "workers x prefetch x batch, and the batches that are being made",
-    "data": "what the data sets of a rank hold",
-    "pickled": "what the process holds while it starts such a worker",
-    "pinned": "the same batches again in pinned memory",
-    "loaders": "what else the loaders hold then: workers, copies and batches together",
-}
 
 
 @dataclass(frozen=True)
@@ -40,7 +29,6 @@ class Line:
     number: int = 1  # of an amount of a process: how many such processes each task has
     is_mapped: bool = False  # it is mapped from files, which the kernel can drop, so that no limit holds for it
     in_shm: bool = False  # it lies in /dev/shm
-    can_map: bool = False  # it is data that would be held once for each node if it were mapped
 
 
 @dataclass(frozen=True)
@@ -85,17 +73,6 @@ class Ledger:
         """What lies in /dev/shm of a node, at most."""
         return max(self._in_phase(phase, in_shm=True) for phase in self._phases)
 
-    def map_data(self) -> Ledger:
-        """Return the ledger if all ranks of a node mapped the data: once in files, with no copies."""
-        lines = []
-        for line in self.lines:
-            if not line.can_map:
-                lines.append(line)
-            elif line.name == "data":
-                once = Amount(line.amount.bytes, "node")
-                lines.append(replace(line, amount=once, is_mapped=True, can_map=False))
-        return replace(self, lines=tuple(lines))
-
     def completed(self, found: Footprint, num_tasks: int, origin: str) -> Ledger:
         """Return the ledger with what its lines lack of the peaks, by phase, of a job with so many tasks on a node."""
         then = replace(self, layout=replace(self.layout, tasks_per_node=num_tasks))
@@ -123,41 +100,6 @@ class Ledger:
             mapped = Amount(found.shared_bytes, "node")
             extra.append(Line("mapped files", mapped, origin, found.method, is_mapped=True))
         return replace(self, lines=(*self.lines, *extra))
-
-
-def list_loader_lines(train: Footprint, both: Footprint, num_workers: int, num_tasks: int) -> Iterator[Line]:
-    """Yield the lines of one rank's loaders, from forecasts for all ranks of a node: of the training, and of both."""
-    of_node = {name: both.parts.get(name, 0) for name in ("interpreter", "data")}
-    always = sum(of_node.values())
-    for name, size in of_node.items():
-        amount = Amount(math.ceil(size / num_tasks), "process" if name == "interpreter" else "task")
-        if size:
-            how: Literal["measured", "computed"] = "computed" if name == "data" else "measured"
-            yield Line(name, amount, _FORMULAS[name], how, can_map=name == "data")
-    for side, phases in (("training", ("train", "checkpoint")), ("validation", ("validate",))):
-        whole = both.phases[phases[0]].private_bytes - always if phases[0] in both.phases else 0
-        found = train if side == "training" else both
-        parts = {name: size for name, size in found.parts.items() if name not in of_node}
-        if side == "validation" and sum(parts.values()) != whole:  # the parts are those of the training: it takes more
-            parts = {}
-        parts["loaders"] = whole - sum(parts.values())
-        for name, size in parts.items():
-            is_worker = name == "workers" and num_workers > 0
-            each = math.ceil(size / num_tasks / (num_workers if is_worker else 1))
-            if size:
-                yield Line(
-                    f"{side} {name}",
-                    Amount(each, "process" if is_worker else "task"),
-                    _FORMULAS.get(name, name),
-                    "measured" if name == "workers" else "computed",
-                    phases=phases,
-                    number=num_workers if is_worker else 1,
-                    in_shm=name == "batches" and num_workers > 0,
-                    can_map=name == "dataset copies",
-                )
-    if both.shared_bytes:
-        mapped = Amount(both.shared_bytes, "node")
-        yield Line("mapped data", mapped, "files and libraries that a node maps, once", "computed", is_mapped=True)
 
 
 def list_step_lines(answer: Mapping[str, Any], has_gpu: bool) -> Iterator[Line]:
@@ -200,6 +142,7 @@ class Forecast:
     num_ranks: int = 1  # the ranks of the job
     num_nodes: int = 1  # the nodes that there are
     slack: float = 0.0  # what is requested on top, as a share
+    slack_counts: bool = False  # the request must fit, and not the peak alone
     fewer: Mapping[int, tuple[Line, ...]] = field(default_factory=dict)  # the ledger's lines with fewer workers
     batch: str = ""  # the equation of the global batch and the steps of an epoch, in words; empty if they are not known
     notes: tuple[str, ...] = ()  # what could not be counted, and how to name it
@@ -207,9 +150,13 @@ class Forecast:
     uncounted: tuple[str, ...] = ()  # what is in no line and no peak; if there is any, nobody knows whether it fits
     made_for: Mapping[str, Any] = field(default_factory=dict)  # the stage's settings, masked, and its command's digest
 
+    def needs(self, ledger: Ledger) -> Amount:
+        """Return what must fit a node."""
+        return ledger.peak.scaled(1 + self.slack * self.slack_counts)
+
     def has_room(self, ledger: Ledger) -> bool | None:
         """Return whether a ledger fits a node, host memory and /dev/shm; None if it does, and something lacks in it."""
-        found = ledger.peak <= self.limit and (self.shm_limit is None or ledger.shm <= self.shm_limit)
+        found = self.needs(ledger) <= self.limit and (self.shm_limit is None or ledger.shm <= self.shm_limit)
         return None if found and self.uncounted else found
 
     @property
@@ -221,9 +168,9 @@ class Forecast:
         """Why it does not fit: the sum; empty if it does."""
         phases, tasks = self.ledger.by_phase(), self.ledger.layout.tasks_per_node or 1
         phase = max(phases, key=lambda name: phases[name].bytes)
-        if not phases[phase] <= self.limit:
-            each = f" ({tasks} x {format_bytes(math.ceil(phases[phase].bytes / tasks))})" if tasks > 1 else ""
-            return f"{phases[phase]} in phase {phase}{each}, and it has {format_bytes(self.limit.bytes)}"
+        if not (most := self.needs(self.ledger)) <= self.limit:
+            each = f" ({tasks} x {format_bytes(math.ceil(most.bytes / tasks))})" if tasks > 1 else ""
+            return f"{most} in phase {phase}{each}, and it has {format_bytes(self.limit.bytes)}"
         if self.shm_limit is not None and not self.ledger.shm <= self.shm_limit:
             return f"{self.ledger.shm} in /dev/shm, which holds {format_bytes(self.shm_limit.bytes)}"
         return ""
@@ -231,17 +178,13 @@ class Forecast:
     def list_modes(self) -> list[Mode]:
         """Return the mode that was asked for, then changes, the cheapest first."""
         found = [self._mode("as it is", self.ledger, "")]
-        mapped = self.ledger.map_data()
-        if mapped != self.ledger:
-            cost = f"none: {format_bytes(mapped.mapped.bytes)} of files, once on each node (docs/loading.md)"
-            found.append(self._mode("mapped data", mapped, cost))
         for number, lines in self.fewer.items():
             few = replace(self.ledger, lines=lines)
             found.append(self._mode(format_count(number, "worker"), few, "slower where loading limits the step"))
         return [*found, *self._fewer_tasks()]
 
     def _mode(self, name: str, ledger: Ledger, cost: str) -> Mode:
-        return Mode(name, ledger.peak, self.has_room(ledger), cost)
+        return Mode(name, self.needs(ledger), self.has_room(ledger), cost)
 
     def _fewer_tasks(self) -> list[Mode]:
         """Return the most tasks on a node that fit, or none if fewer are no use."""
@@ -304,6 +247,7 @@ class Forecast:
             "notes": list(self.notes),
             "settings": dict(self.settings),
             "uncounted": list(self.uncounted),
+            "most": 1 + max(0.1, self.slack * self.slack_counts),  # as planned up to so many times its size
             "made_for": dict(self.made_for),
         }
 

@@ -48,8 +48,9 @@ def view_run_plan(plan: RunPlan) -> Iterator[Part]:
         first, *lines = _lines(stage)
         yield Facts([(stage.name, first)], width)
         forecast = _forecast(stage.forecast) if stage.forecast is not None else ()
-        yield Inset([*lines, *forecast, *_matrix(stage)], width)
-    yield "\nNothing was started."
+        yield Inset([*lines, *forecast, *_matrix(stage), *filter(None, [stage.on_gpu])], width)
+    steps = any(stage.origin.startswith("first steps") for stage in plan.stages)
+    yield "\nOnly first steps were run." if steps else "\nNothing was started."
 
 
 def _forecast(forecast: Forecast) -> Iterator[Part]:
@@ -69,9 +70,9 @@ def _forecast(forecast: Forecast) -> Iterator[Part]:
     if forecast.fits is None:
         yield Note(f"fits: not known; {counted} is counted, and not {', '.join(forecast.uncounted)}")
     yield from map(Note, forecast.notes)
-    modes = []
-    for mode in forecast.list_modes():
-        sizes = (format_bytes(size.bytes) for size in (mode.peak, ledger.peak - mode.peak))
+    modes, found = [], forecast.list_modes()
+    for mode in found:
+        sizes = (format_bytes(size.bytes) for size in (mode.peak, found[0].peak - mode.peak))
         modes.append((mode.name, *sizes, _FITS[mode.fits], mode.cost))
     if len(modes) > 1:
         yield Table(("mode", "on a node", "less", "fits", "cost"), modes, ("mode", "fits", "cost"), fold=("cost",))
