@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from memfit.memory import Level, explain_death, find_growth
-from memfit.memory._growth import Levels
+from memfit.memory import Level, Levels, explain_death, find_growth
 from memfit.units import MIB
 
 STEPS = 1000

@@ -70,8 +70,9 @@ class Growing:
             self.told = None if before and self._is_over(before) else before
             return False
         if before is not None:
-            is_same = (found.unit, found.place, found.is_sure) == (before.unit, before.place, before.is_sure)
-            if before.is_sure > found.is_sure or (is_same and abs(found.at - before.at) <= _MOVED * before.at):
+            is_same = (found.place, found.is_sure) == (before.place, before.is_sure)
+            is_moved = found.unit == before.unit and abs(found.at - before.at) > _MOVED * before.at
+            if before.is_sure > found.is_sure or (is_same and not is_moved):
                 return False
         self.told = found
         return True

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from memfit.memory._growth import Course as Course
     from memfit.memory._growth import Growth as Growth
     from memfit.memory._growth import Level as Level
+    from memfit.memory._growth import Levels as Levels
     from memfit.memory._growth import explain_death as explain_death
     from memfit.memory._growth import find_growth as find_growth
     from memfit.memory._heap import read_heap as read_heap
