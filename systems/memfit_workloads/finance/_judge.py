@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -29,7 +28,6 @@ from memfit_workloads.finance._matrices import Floats, Market, Scores, forward_r
 from memfit_workloads.finance._metrics import rank_ic
 from memfit_workloads.finance._report import beside, plain, write_backtest
 from memfit_workloads.finance._settings import JudgeSettings
-from memfit_workloads.finance._sharpe import deflated_sharpe
 
 #: Shares of the assets that are tried beside the one that was asked for, as multiples of it.
 _SWEEP = (0.5, 1.0, 2.0)
@@ -193,17 +191,10 @@ def summarize_judged(judged: Judged) -> dict[str, Any]:
             "findings": judged.findings,
             "controls": judged.controls,
             "tried": judged.tried,
-            "deflated_sharpe": _deflated(judged),
             "volatility": judged.volatility,
         }
     )
     return found
-
-
-def _deflated(judged: Judged) -> float:
-    year = judged.result.settings.dates_per_year**0.5
-    trials = [row.summary.sharpe / year for row in judged.tried if math.isfinite(row.summary.sharpe)]
-    return deflated_sharpe(judged.result.days["net"].to_numpy(), trials) if trials else math.nan
 
 
 def write_report(file: Path, judged: Judged, *, facts: Mapping[str, Any]) -> tuple[Path, ...]:

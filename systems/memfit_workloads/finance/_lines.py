@@ -36,8 +36,6 @@ def judged_lines(found: Mapping[str, Any], detail: Detail = "WARNING") -> Iterat
     for name, one in metrics.items():
         error = _number(one["standard_error"], signed=False)
         yield f"{name:<24}{_number(one['mean']):>9}{error:>9}{one['num_dates']:>7}"
-    if (deflated := found["deflated_sharpe"]) is not None:
-        yield f"probability that the true Sharpe ratio is above 0, after the shares tried below: {deflated:.2f}"
     if len(found["tried"]) > 1:
         yield from _tried_lines(found["tried"])
     if (volatility := found["volatility"])["warns"]:
