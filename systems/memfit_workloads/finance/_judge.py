@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from numpy.lib.stride_tricks import sliding_window_view
-from pyarrow import feather
 
 from memfit.data import Panel
 from memfit.errors import DataError, UsageError
-from memfit.units import format_bytes
 from memfit_workloads.finance._backtest import BacktestInput, BacktestResult
 from memfit_workloads.finance._checks import Finding, check_market
 from memfit_workloads.finance._controls import Controls, SweepRow, run_controls, sweep
@@ -26,7 +22,7 @@ from memfit_workloads.finance._gate import Verdict, judge
 from memfit_workloads.finance._inference import Summary, summarize
 from memfit_workloads.finance._matrices import Floats, Market, Scores, forward_returns, read_market, read_scores
 from memfit_workloads.finance._metrics import rank_ic
-from memfit_workloads.finance._report import beside, plain, write_backtest
+from memfit_workloads.finance._report import plain, write_backtest
 from memfit_workloads.finance._settings import JudgeSettings
 
 #: Shares of the assets that are tried beside the one that was asked for, as multiples of it.
@@ -197,51 +193,8 @@ def summarize_judged(judged: Judged) -> dict[str, Any]:
     return found
 
 
-def write_report(file: Path, judged: Judged, *, facts: Mapping[str, Any]) -> tuple[Path, ...]:
+def write_judged(file: Path, judged: Judged, *, facts: Mapping[str, Any]) -> tuple[Path, ...]:
     """Write what scores came to into a JSON file, with the days and a plot beside it; gives their paths."""
     facts = {**facts, "metrics": judged.metrics, "volatility": judged.volatility}
     parts = {"verdict": judged.verdict, "findings": judged.findings, "controls": judged.controls}
     return write_backtest(file, judged.result, days=judged.by_date, **parts, facts=facts)
-
-
-def write_judged(file: Path, judged: Judged, table: pa.Table, *, facts: Mapping[str, Any]) -> list[str]:
-    """Write the report, and the scores and the table of days beside it; gives the names of the files.
-
-    All are written aside first, and then renamed one after another, the JSON file last: where not all can be written,
-    those of an earlier backtest stay as they are.
-    """
-    aside = file.parent / f".{file.stem}.tmp"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
-        aside.mkdir()
-        tables = {
-            beside(aside / file.name, "scores.feather"): table,
-            beside(aside / file.name, "days.feather"): judged.days,
-        }
-        for path, content in tables.items():
-            feather.write_feather(content, str(path), compression="zstd")
-        names = [path.name for path in (*tables, *write_report(aside / file.name, judged, facts=facts))]
-        for name in names:
-            (aside / name).replace(file.parent / name)
-    except OSError as error:
-        raise _unwritten(file, error) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    picture = file.with_suffix(".png")
-    if picture.name not in names:
-        picture.unlink(missing_ok=True)  # one of an earlier backtest would not belong to these numbers
-    return names
-
-
-def _unwritten(file: Path, error: OSError) -> DataError:
-    reason = os.strerror(error.errno) if error.errno else str(error)
-    try:
-        room = f"{format_bytes(shutil.disk_usage(file.parent).free)} is free in {file.parent}"
-    except OSError:
-        room = f"they go into {file.parent}"
-    return DataError(
-        f"{file} and the files beside it could not be written: {reason}.",
-        rule=f"{room}; what stood there before is as it was.",
-        remedy="free space there, let the folder be written to, or name another --output; then run it again",
-    )

@@ -70,6 +70,11 @@ class JudgeSettings(Settings):
         return self
 
     @property
+    def period(self) -> str:
+        """The dates that are judged, in words."""
+        return f"from {self.start_date or 'the first'} to {self.end_date or 'the last'}"
+
+    @property
     def metric(self) -> str:
         return self.decision.metric or f"h{self.backtest.horizon}_rank_ic"
 
