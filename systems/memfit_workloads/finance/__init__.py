@@ -17,10 +17,7 @@ from memfit_workloads.finance._checks import Finding as Finding
 from memfit_workloads.finance._checks import QualitySettings as QualitySettings
 from memfit_workloads.finance._checks import check_market as check_market
 from memfit_workloads.finance._controls import Controls as Controls
-from memfit_workloads.finance._controls import ShiftTest as ShiftTest
 from memfit_workloads.finance._controls import run_controls as run_controls
-from memfit_workloads.finance._controls import shift_scores as shift_scores
-from memfit_workloads.finance._controls import shift_test as shift_test
 from memfit_workloads.finance._controls import shuffle_scores as shuffle_scores
 from memfit_workloads.finance._controls import sweep as sweep
 from memfit_workloads.finance._days import evaluate_days as evaluate_days

@@ -13,9 +13,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from memfit.data import Panel
 from memfit.errors import DataError, UsageError
-from memfit_workloads.finance._backtest import BacktestInput, BacktestResult
+from memfit_workloads.finance._backtest import BacktestInput, BacktestResult, BacktestSummary
 from memfit_workloads.finance._checks import Finding, check_market
-from memfit_workloads.finance._controls import Controls, SweepRow, run_controls, sweep
+from memfit_workloads.finance._controls import Controls, run_controls, sweep
 from memfit_workloads.finance._days import evaluate_days, evaluate_folds, read_days, summarize_days
 from memfit_workloads.finance._decision import Decision, decide, decide_on_record, record_of
 from memfit_workloads.finance._gate import Verdict, judge
@@ -89,7 +89,7 @@ class Judged:
     verdict: Verdict
     days: pa.Table
     metrics: Mapping[str, Summary]
-    tried: tuple[SweepRow, ...]
+    tried: Mapping[float, BacktestSummary]
     by_date: pa.Table
     volatility: VolatilityCorrelation
 
@@ -186,7 +186,7 @@ def summarize_judged(judged: Judged) -> dict[str, Any]:
             "metrics": judged.metrics,
             "findings": judged.findings,
             "controls": judged.controls,
-            "tried": judged.tried,
+            "tried": {f"{ratio:g}": summary for ratio, summary in judged.tried.items()},
             "volatility": judged.volatility,
         }
     )

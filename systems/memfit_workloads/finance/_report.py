@@ -24,7 +24,7 @@ from memfit_workloads.finance._backtest import BacktestResult
 
 REPORT_FILE = "backtest.json"
 _BLUE, _LIGHT, _GREY, _RED = "#1f5fa8", "#8fb8de", "#777777", "#b03a2e"
-_KIND = {"kind": "memfit.backtest", "schema_version": 2}
+_KIND = {"kind": "memfit.backtest", "schema_version": 3}
 
 
 def write_backtest(
@@ -155,14 +155,13 @@ def _draw_equity(rows: Any, result: BacktestResult) -> None:
     dates, net, universe, below = (
         result.days[name].to_numpy() for name in ("date", "equity", "equity_benchmark", "drawdown")
     )
-    gross, is_long = np.cumprod(1.0 + result.days["gross"].to_numpy()), result.settings.side == "long"
+    gross = np.cumprod(1.0 + result.days["gross"].to_numpy())
     rows[0].plot(dates, gross, color=_LIGHT, linewidth=1.2, label="before costs")
     rows[0].plot(dates, net, color=_BLUE, linewidth=1.6, label="after costs")
     rows[1].fill_between(dates, 100 * below, 0, color=_RED, alpha=0.35, linewidth=0, label="after costs")
-    if is_long:
-        depth = universe / np.maximum.accumulate(np.maximum(universe, 1.0)) - 1.0
-        rows[0].plot(dates, universe, color=_GREY, linewidth=1.2, label="universe")
-        rows[1].plot(dates, 100 * depth, color=_GREY, linewidth=1.0, label="universe")
+    depth = universe / np.maximum.accumulate(np.maximum(universe, 1.0)) - 1.0
+    rows[0].plot(dates, universe, color=_GREY, linewidth=1.2, label="universe")
+    rows[1].plot(dates, 100 * depth, color=_GREY, linewidth=1.0, label="universe")
     lines = np.concatenate([gross, net, universe])
     if len(lines) and lines.min() > 0 and lines.max() / lines.min() > 3:
         rows[0].set_yscale("log")
@@ -179,7 +178,7 @@ def _title(result: BacktestResult, verdict: str | None) -> str:
     settings, summary = result.settings, result.summary
     return (
         f"Backtest {summary.start} to {summary.end}" + (f": {verdict}" if verdict else "") + "\n"
-        f"{settings.side.replace('_', ' and ')}, best {settings.k_ratio:.0%} (at least {settings.k_min}), held "
+        f"best {settings.k_ratio:.0%} (at least {settings.k_min}), held "
         f"{settings.horizon} dates, {settings.cost_bps:g} bp per trade\n"
         f"net {summary.annual_return:+.1%} a year, universe {summary.annual_benchmark:+.1%}; Sharpe "
         f"{summary.sharpe:.2f} ± {summary.sharpe_error:.2f} (n = {summary.num_dates}); deepest drawdown "

@@ -66,7 +66,7 @@ def test_everything_reads_back_with_null_for_what_is_undefined(tmp_path, market,
     assert found["settings"] == result.settings.model_dump()
     assert (found["verdict"]["colour"], len(found["verdict"]["reasons"])) == (verdict.colour, len(verdict.reasons))
     assert found["findings"] == [vars(FINDING) | {"where": ["2024-01-09"]}]
-    assert found["controls"]["shift"] == vars(controls.shift)
+    assert found["controls"]["loss_t"] == controls.loss_t
     assert found["facts"] == {"folds": [1, 2], "gains": [None, 1.5], "end": "2024-03-01", "to": str(tmp_path)}
     nothing = BacktestInput(market.dates, market.codes, market.scores, np.full((80, 12), math.nan))
     write_backtest(tmp_path, nothing.run(BacktestSettings()))
@@ -100,7 +100,7 @@ def test_days_have_the_rank_ic_beside_the_returns_by_date(tmp_path, result, no_p
 
 @pytest.mark.slow
 def test_the_pictures_are_png_and_leave_no_state(tmp_path):
-    """Of a long book with and of a long-short one without rank ICs, and of one that is shorter than its holding period."""
+    """With rank ICs and without, and of a book that is shorter than its holding period."""
     code = """
 import sys
 from pathlib import Path
@@ -111,7 +111,7 @@ dates = np.datetime64("2024-01-01") + np.arange(80)
 given = BacktestInput(dates, tuple("ABCDEFGHIJKL"), rng.standard_normal((80, 12)), rng.normal(0.001, 0.02, (80, 12)))
 days = pa.table({"date": dates, "h4_rank_ic": np.linspace(-0.2, 0.3, 80)})
 before = matplotlib.rcParams.copy()
-cases = [({"horizon": 4}, days), ({"side": "long_short"}, None), ({"horizon": 100}, None)]
+cases = [({"horizon": 4}, days), ({}, None), ({"horizon": 100}, None)]
 for number, (settings, table) in enumerate(cases):
     result = given.run(BacktestSettings(**settings))
     (folder / f"{number}.png").write_bytes(plot_backtest(result, days=table, verdict="green"))
