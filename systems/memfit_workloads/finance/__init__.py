@@ -47,7 +47,6 @@ from memfit_workloads.finance._matrices import Scores as Scores
 from memfit_workloads.finance._matrices import forward_returns as forward_returns
 from memfit_workloads.finance._matrices import read_market as read_market
 from memfit_workloads.finance._matrices import read_scores as read_scores
-from memfit_workloads.finance._metrics import ndcg_at_k as ndcg_at_k
 from memfit_workloads.finance._metrics import positive_rate as positive_rate
 from memfit_workloads.finance._metrics import precision_at_k as precision_at_k
 from memfit_workloads.finance._metrics import quantile_spread as quantile_spread

@@ -19,7 +19,6 @@ from memfit_workloads.finance._inference import Summary, summarize
 from memfit_workloads.finance._matrices import Scores, as_days, numbers, read_scores
 from memfit_workloads.finance._metrics import (
     divide,
-    ndcg_at_k,
     positive_rate,
     precision_at_k,
     quantile_spread,
@@ -45,8 +44,8 @@ def evaluate_days(
 
     Its columns are ``fold``, ``date``, ``num_assets`` (assets with a score for any horizon), and for each horizon h, a
     number of dates, ``h{h}_rank_ic`` (`rank_ic`), ``h{h}_p_at_k_pos`` (`precision_at_k`), ``h{h}_random_p_at_k_pos``
-    (`positive_rate`), ``h{h}_delta_p_at_k_pos`` (the first less the second, on average 0 for random scores),
-    ``h{h}_ndcg_at_k`` and ``h{h}_spread`` (`quantile_spread`, in returns over h dates). An undefined figure is NaN. The
+    (`positive_rate`), ``h{h}_delta_p_at_k_pos`` (the first less the second, on average 0 for random scores), and
+    ``h{h}_spread`` (`quantile_spread`, in returns over h dates). An undefined figure is NaN. The
     table's metadata hold what a comparison must share: k, quantiles and assets.
 
     Either ``k`` assets or the share ``k_ratio`` of the eligible ones are selected.
@@ -81,7 +80,6 @@ def evaluate_folds(
                 f"h{horizon}_p_at_k_pos": precision,
                 f"h{horizon}_random_p_at_k_pos": random,
                 f"h{horizon}_delta_p_at_k_pos": precision - random,
-                f"h{horizon}_ndcg_at_k": ndcg_at_k(score, target, **size),  # type: ignore[arg-type]
                 f"h{horizon}_spread": quantile_spread(score, target, num_quantiles=num_quantiles),
             }
         codes |= {scores.codes[column] for column in np.flatnonzero(scored.any(axis=0))}

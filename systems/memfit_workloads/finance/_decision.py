@@ -32,8 +32,8 @@ from memfit_workloads.finance._inference import (
 
 Verdict = Literal["A better", "B better", "no difference shown"]
 
-#: What random scores have in expectation, by the end of a metric's name; `ndcg` depends on k and the number of assets.
-_RANDOM = {"_delta_p_at_k_pos": 0.0, "_rank_ic": 0.0, "_spread": 0.0}
+#: The ends of metrics that are 0 on average for random scores.
+_ZERO = ("_delta_p_at_k_pos", "_rank_ic", "_spread")
 _DATA = b"memfit_data"
 _HAVE_TO_AGREE = ("k", "k_ratio", "num_quantiles", "universe")
 
@@ -133,16 +133,15 @@ def decide(
     """
     from statsmodels.stats.multitest import multipletests  # slow to load
 
-    constant = next((value for end, value in _RANDOM.items() if metric.endswith(end)), None)
-    if isinstance(days_b, str) and constant is None:
+    if isinstance(days_b, str) and not metric.endswith(_ZERO):
         raise UsageError(
             f"what random scores have for {metric} is not known beforehand.",
-            rule=f"it is known of metrics that end in {', '.join(_RANDOM)}.",
+            rule=f"it is known of metrics that end in {', '.join(_ZERO)}.",
             remedy="compare with the day table of a baseline, for example of shuffled scores",
         )
     dates_a, all_a = by_date(days_a, metric, "A")
     if isinstance(days_b, str):
-        dates_b, all_b = dates_a, np.full(len(dates_a), constant, np.float64)
+        dates_b, all_b = dates_a, np.zeros(len(dates_a))
     else:
         _refuse_unlike(description(days_a), description(days_b))
         dates_b, all_b = by_date(days_b, metric, "B")

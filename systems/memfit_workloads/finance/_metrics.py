@@ -78,34 +78,6 @@ def positive_rate(scores: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
     return _by_date("positive_rate", scores, targets, block)
 
 
-def ndcg_at_k(
-    scores: ArrayLike, targets: ArrayLike, *, k: int | None = None, k_ratio: float | None = None
-) -> NDArray[np.float64]:
-    """Return the normalised discounted cumulative gain of each date's k best-scored assets, from 0 to 1.
-
-    An asset's gain is its target's average rank within the date, scaled from 0 to 1. The discount of place i, from 1,
-    is ``1 / log2(i + 1)``, and 0 beyond k. The sum is divided by that of the best order. It is not 0 for random scores.
-    k, k_ratio and what is raised are as for `precision_at_k`; fewer than max(k, 2) eligible assets give NaN.
-
-    Source: K. Jarvelin, J. Kekalainen, Cumulated gain-based evaluation of IR techniques (2002); F. McSherry, M. Najork,
-        Computing information retrieval performance measures efficiently in the presence of tied scores (2008).
-    """
-    sizes_of = _sizes(k, k_ratio)
-
-    def block(score: NDArray[Any], target: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.float64]:
-        num = common.sum(axis=1)
-        sizes = sizes_of(num)
-        place = np.arange(score.shape[1])
-        discount = np.where(place < sizes[:, None], 1 / np.log2(place + 2), 0.0)
-        gain = (_average_ranks(target, common) - 1) / np.maximum(num - 1, 1)[:, None]
-        gain = np.where(common, gain, 0.0)
-        found = (_by_rank(score, common, discount) * gain).sum(axis=1)
-        best = (_by_rank(target, common, discount) * gain).sum(axis=1)
-        return divide(found, best, num >= np.maximum(sizes, 2))
-
-    return _by_date("ndcg_at_k", scores, targets, block)
-
-
 def quantile_spread(scores: ArrayLike, targets: ArrayLike, *, num_quantiles: int = 5) -> NDArray[np.float64]:
     """Return the mean target of each date's top quantile by score, less that of its bottom quantile, in their unit.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
@@ -15,12 +14,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
-from numpy.typing import NDArray
 
 from memfit.config import to_plain
 from memfit.errors import DataError, MissingExtraError
 from memfit.files import read_json, write_atomic
 from memfit_workloads.finance._backtest import BacktestResult
+from memfit_workloads.finance._inference import summarize
 
 REPORT_FILE = "backtest.json"
 _BLUE, _LIGHT, _GREY, _RED = "#1f5fa8", "#8fb8de", "#777777", "#b03a2e"
@@ -123,20 +122,20 @@ def plot_backtest(result: BacktestResult, *, days: pa.Table | None, verdict: str
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtraError.of("matplotlib", "plots", "the picture of a backtest") from error
-    ic = None if days is None else _rank_ic(days, result.settings.horizon)
-    heights = [3.0, 1.6] + ([1.8] if ic is not None else [])
+    days, name = pa.table({}) if days is None else days.sort_by("date"), f"h{result.settings.horizon}_rank_ic"
+    heights = [3.0, 1.6] + ([1.8] if name in days.column_names else [])
     figure = Figure(figsize=(12.0, 1.6 * sum(heights)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(_title(result, verdict), fontsize=12)
     rows = figure.subplots(len(heights), sharex=True, height_ratios=heights)
     _draw_equity(rows, result)
-    if ic is not None:
-        dates, values, horizon = ic
-        known = np.isfinite(values)
-        mean = values[known].mean() if known.any() else np.nan
-        rows[2].plot(dates, np.cumsum(np.where(known, values, 0.0)), color=_BLUE, linewidth=1.4)
+    if name in days.column_names:
+        values = days[name].to_numpy()
+        dates = days["date"].to_numpy().astype("datetime64[D]")
+        rows[2].plot(dates, np.nancumsum(values), color=_BLUE, linewidth=1.4)
         rows[2].axhline(0, color="black", linewidth=0.6)
-        title = f"Cumulative rank IC, {horizon}-date returns (mean {mean:+.3f}, n = {known.sum()})"
+        found = summarize(values)
+        title = f"Cumulative rank IC, {result.settings.horizon}-date returns (mean {found.mean:+.3f}, n = {found.num_dates})"
         rows[2].set(ylabel="sum of daily rank ICs", title=title)
     for axes in rows:
         locator = AutoDateLocator(minticks=3, maxticks=8)  # type: ignore[no-untyped-call]
@@ -150,8 +149,6 @@ def plot_backtest(result: BacktestResult, *, days: pa.Table | None, verdict: str
 
 
 def _draw_equity(rows: Any, result: BacktestResult) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     dates, net, universe, below = (
         result.days[name].to_numpy() for name in ("date", "equity", "equity_benchmark", "drawdown")
     )
@@ -165,9 +162,6 @@ def _draw_equity(rows: Any, result: BacktestResult) -> None:
     lines = np.concatenate([gross, net, universe])
     if len(lines) and lines.min() > 0 and lines.max() / lines.min() > 3:
         rows[0].set_yscale("log")
-        rows[0].yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        rows[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        rows[0].yaxis.set_minor_formatter(NullFormatter())
     rows[0].set(ylabel="equity (start = 1)", title="Equity")
     rows[1].set(ylabel="below the last high (%)", title="Drawdown")
     for axes in rows[:2]:
@@ -184,14 +178,3 @@ def _title(result: BacktestResult, verdict: str | None) -> str:
         f"{summary.sharpe:.2f} ± {summary.sharpe_error:.2f} (n = {summary.num_dates}); deepest drawdown "
         f"{summary.max_drawdown:.1%}"
     )
-
-
-def _rank_ic(days: pa.Table, horizon: int) -> tuple[NDArray[Any], NDArray[np.float64], int] | None:
-    """Dates, rank ICs and the horizon that they are of: the backtest's, else the first one of the table."""
-    of_horizon = {int(match[1]): name for name in days.column_names if (match := re.fullmatch(r"h(\d+)_rank_ic", name))}
-    if not of_horizon:
-        return None
-    horizon = horizon if horizon in of_horizon else next(iter(of_horizon))
-    days = days.sort_by("date")
-    values = days[of_horizon[horizon]].cast(pa.float64()).to_numpy(zero_copy_only=False)
-    return days["date"].to_numpy().astype("datetime64[D]"), values, horizon

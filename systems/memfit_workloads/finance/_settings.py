@@ -13,7 +13,7 @@ from memfit_workloads.finance._backtest import BacktestSettings
 from memfit_workloads.finance._checks import QualitySettings
 from memfit_workloads.finance._gate import GateSettings
 
-_METRIC = r"^h[1-9]\d*_(rank_ic|p_at_k_pos|delta_p_at_k_pos|ndcg_at_k|spread)$"
+_METRIC = r"^h[1-9]\d*_(rank_ic|p_at_k_pos|delta_p_at_k_pos|spread)$"
 
 
 class DecisionSettings(Settings):

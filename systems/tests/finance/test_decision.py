@@ -110,9 +110,9 @@ def test_random_scores_are_a_baseline_where_their_expectation_is_known() -> None
     found = decide(days(NOISE + 0.1), "random", METRIC, 5)
     assert (found.verdict, found.mean_b) == ("A better", 0.0)
     assert found.test.mean == pytest.approx((NOISE + 0.1).mean())
-    gains = pa.table({"date": days(NOISE).column("date"), "h5_ndcg_at_k": NOISE + 0.5})
-    with pytest.raises(UsageError, match="h5_ndcg_at_k is not known beforehand"):
-        decide(gains, "random", "h5_ndcg_at_k", 5)
+    shares = pa.table({"date": days(NOISE).column("date"), "h5_p_at_k_pos": NOISE + 0.5})
+    with pytest.raises(UsageError, match="h5_p_at_k_pos is not known beforehand"):
+        decide(shares, "random", "h5_p_at_k_pos", 5)
 
 
 def test_a_model_is_not_better_than_itself() -> None:
