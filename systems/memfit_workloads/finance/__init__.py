@@ -56,7 +56,6 @@ from memfit_workloads.finance._provenance import fold_of as fold_of
 from memfit_workloads.finance._provenance import provenance as provenance
 from memfit_workloads.finance._provenance import read_provenance as read_provenance
 from memfit_workloads.finance._provenance import save_folds as save_folds
-from memfit_workloads.finance._report import plot_backtest as plot_backtest
 from memfit_workloads.finance._report import read_backtest as read_backtest
 from memfit_workloads.finance._report import write_backtest as write_backtest
 from memfit_workloads.finance._settings import JudgeSettings as JudgeSettings

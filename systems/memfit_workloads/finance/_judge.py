@@ -194,7 +194,7 @@ def summarize_judged(judged: Judged) -> dict[str, Any]:
 
 
 def write_judged(file: Path, judged: Judged, *, facts: Mapping[str, Any]) -> tuple[Path, ...]:
-    """Write what scores came to into a JSON file, with the days and a plot beside it; gives their paths."""
+    """Write what scores came to into a JSON file, with the days beside it; gives their paths."""
     facts = {**facts, "metrics": judged.metrics, "volatility": judged.volatility}
     parts = {"verdict": judged.verdict, "findings": judged.findings, "controls": judged.controls}
     return write_backtest(file, judged.result, days=judged.by_date, **parts, facts=facts)

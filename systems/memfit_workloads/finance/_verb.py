@@ -37,7 +37,7 @@ def backtest(  # noqa: PLR0913 - one each for what is judged, when and where it 
     end_date: Annotated[str | None, typer.Option(help="The last date, included.", metavar="YYYY-MM-DD")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="A JSON file; days, scores and a plot go beside it.", metavar="FILE"),
+        typer.Option(help="A JSON file; days and scores go beside it.", metavar="FILE"),
     ] = None,
     gate: Annotated[
         bool, typer.Option("--gate", help="End with the gate's exit code: 0 green, 10 yellow, 11 red.")
@@ -96,7 +96,7 @@ def _check_output(output: Path) -> None:
     if output.suffix != ".json":
         raise UsageError(
             f"--output {output} is no JSON file.",
-            rule="the result is a JSON file; scores, days and a plot are named after it.",
+            rule="the result is a JSON file; scores and days are named after it.",
             remedy=f"write --output {output.with_suffix('.json')}",
         )
     output.parent.mkdir(parents=True, exist_ok=True)

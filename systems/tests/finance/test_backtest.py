@@ -105,12 +105,6 @@ def test_sleeves_open_one_by_one_and_their_weights_drift() -> None:
     assert column(result, "turnover") == pytest.approx([0.25, 0.25 / 1.125, 0.25 / 1.125, 0.25 / 1.125])
 
 
-def test_costs_are_the_rate_times_what_was_bought_and_sold() -> None:
-    rng = np.random.default_rng(0)
-    result = run(rng.random((40, 10)), rng.normal(0, 0.02, (40, 10)), horizon=3, cost_bps=25, k_ratio=0.3)
-    assert column(result, "cost") == pytest.approx([25e-4 * traded for traded in column(result, "turnover")])
-
-
 @pytest.mark.proves("S0-29")
 def test_a_date_without_scores_is_empty_and_its_sleeve_is_cash() -> None:
     scores = np.ones((4, 3))

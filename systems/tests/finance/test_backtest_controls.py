@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,10 +18,6 @@ from memfit_workloads.finance import (
 )
 from memfit_workloads.finance.prices import features_of, read_prices
 
-real = pytest.mark.skipif(
-    importlib.util.find_spec("skfolio") is None, reason="the prices come with skfolio, of the ranker extra"
-)
-
 
 @pytest.fixture(scope="module")
 def market() -> BacktestInput:
@@ -35,7 +29,6 @@ def market() -> BacktestInput:
 
 
 @pytest.mark.slow
-@real
 def test_shuffled_scores_earn_nothing_beyond_the_universe(market: BacktestInput) -> None:
     controls = run_controls(market, BacktestSettings(horizon=5), num_shuffles=8)
     assert controls.num_shuffles == 8
@@ -43,7 +36,6 @@ def test_shuffled_scores_earn_nothing_beyond_the_universe(market: BacktestInput)
 
 
 @pytest.mark.slow
-@real
 def test_the_benchmark_of_a_shuffle_is_that_of_a_backtest_of_it(market: BacktestInput) -> None:
     chosen = BacktestSettings(horizon=5)
     controls = run_controls(market, chosen, num_shuffles=2, seed=3)
@@ -53,7 +45,6 @@ def test_the_benchmark_of_a_shuffle_is_that_of_a_backtest_of_it(market: Backtest
 
 
 @pytest.mark.proves("S0-31")
-@real
 @pytest.mark.parametrize("horizon", [1, 5])
 def test_scores_that_know_the_next_date_are_red_by_plausibility(market: BacktestInput, horizon: int) -> None:
     oracle = market.run(BacktestSettings(horizon=horizon), scores=market.returns_1)
@@ -62,7 +53,6 @@ def test_scores_that_know_the_next_date_are_red_by_plausibility(market: Backtest
     assert verdict.reasons[0].name in {"annual_return", "sharpe"}
 
 
-@real
 def test_scores_that_know_the_next_date_are_red_by_delay_where_the_profit_is_not_too_high(market) -> None:
     chosen = BacktestSettings(horizon=20, k_ratio=0.3)
     oracle = BacktestInput(market.dates, market.codes, market.returns_1, market.returns_1)
@@ -71,7 +61,6 @@ def test_scores_that_know_the_next_date_are_red_by_delay_where_the_profit_is_not
 
 
 @pytest.mark.slow
-@real
 def test_delay_costs_a_lasting_signal_little(market: BacktestInput) -> None:
     ahead = forward_returns(np.cumprod(1 + np.nan_to_num(market.returns_1), axis=0), 20, -1)
     noise = np.random.default_rng(0).normal(0, 0.05, ahead.shape)

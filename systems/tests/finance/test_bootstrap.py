@@ -8,9 +8,6 @@ import pytest
 from memfit.errors import DataError, UsageError
 from memfit_workloads.finance import bootstrap_interval, diebold_mariano
 
-pytest.importorskip("arch")
-pytest.importorskip("statsmodels")
-
 
 def overlapping(seed: int, num: int = 240, horizon: int = 5) -> np.ndarray:
     return np.convolve(np.random.default_rng(seed).standard_normal(num + horizon - 1), np.ones(horizon), "valid")

@@ -107,7 +107,6 @@ def test_a_day_of_random_scores_has_a_lift_of_zero_in_the_mean() -> None:
 
 @pytest.mark.proves("S2-22")
 def test_each_metric_is_summarised_with_the_standard_error_of_its_horizon() -> None:
-    pytest.importorskip("statsmodels")
     days = evaluate_days(made(200, 20), horizons=[1, 5], k=5)
     found = summarize_days(days)
     assert list(found) == days.column_names[3:]

@@ -12,9 +12,6 @@ import pytest
 from memfit.errors import DataError, UsageError
 from memfit_workloads.finance import Scores, bootstrap_interval, decide, diebold_mariano, evaluate_days
 
-pytest.importorskip("arch")
-pytest.importorskip("statsmodels")
-
 METRIC = "h5_delta_p_at_k_pos"
 
 

@@ -7,11 +7,10 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
+from statsmodels.tsa import stattools
 
 from memfit.errors import DataError
 from memfit_workloads.finance import diebold_mariano, minimal_detectable_effect, minimum_dates, power
-
-stattools = pytest.importorskip("statsmodels.tsa.stattools")
 
 
 def overlapping(seed: int, num: int = 240, horizon: int = 5) -> np.ndarray:
@@ -50,13 +49,6 @@ def test_a_to_b_is_b_to_a_with_the_other_sign() -> None:
     forward, backward = diebold_mariano(overlapping(2), 5), diebold_mariano(-overlapping(2), 5)
     assert forward.statistic == -backward.statistic
     assert forward.p_value == backward.p_value
-
-
-def test_a_variance_that_is_not_positive_still_gives_a_test() -> None:
-    test = diebold_mariano(np.tile([1.0, -1.0], 20) + 0.01, 2)
-    assert test.kernel == "bartlett"
-    assert 0 < test.p_value <= 1
-    assert test.standard_error > 0
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1])

@@ -15,9 +15,6 @@ from pyarrow import feather
 from memfit.errors import DataError
 from memfit_workloads.finance import decide, decide_on_record, read_days, record_of
 
-pytest.importorskip("arch")
-pytest.importorskip("statsmodels")
-
 
 def days(seed: int, effect: float = 0.0) -> pa.Table:
     dates = np.datetime64("2024-01-01", "D") + np.arange(60)

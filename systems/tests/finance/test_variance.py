@@ -7,11 +7,10 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
+from statsmodels.regression import linear_model
 
 from memfit.errors import DataError, UsageError
 from memfit_workloads.finance import sharpe, slow_variation, standard_error, summarize
-
-linear_model = pytest.importorskip("statsmodels.regression.linear_model")
 
 
 def overlapping(seed: int, num: int, horizon: int) -> np.ndarray:

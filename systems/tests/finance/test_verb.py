@@ -53,7 +53,7 @@ def test_one_fold_is_judged_and_the_gate_is_the_exit_code(backtest, tmp_path):
     assert "fold 1: " in done.out and "scored" in done.out
     assert "gate: yellow" in done.out and "change  k_ratio" in done.out
     names = {path.name for path in (tmp_path / "results").iterdir()}
-    assert names == {"one.json", "one.png", "one_days.csv", "one_days.feather", "one_scores.feather"}
+    assert names == {"one.json", "one_days.csv", "one_days.feather", "one_scores.feather"}
 
 
 def test_checkpoints_anywhere_score_only_dates_that_they_did_not_see(backtest, trained, tmp_path):
