@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -52,20 +50,14 @@ def average(
             remedy="write for example --output 'blended_fold{fold}.pt'",
         )
     groups = [expand_files(fill(inputs, combination)) for combination in combinations]
+    lines = []
     for paths, name in zip(groups, outputs, strict=True):
         sources = average_checkpoints(paths, name, integer_buffers=integer_buffers, allow_unrelated=allow_unrelated)
-        _say(f"{name}: the mean of {format_count(len(sources), 'file')}")
+        lines.append(f"{name}: the mean of {format_count(len(sources), 'file')}")
         for source in sources:
             epoch = "" if source.epoch is None else f"  after epoch {source.epoch}"
-            _say(f"  {source.path}{epoch}  sha256 {source.sha256[:12]}")
-
-
-def _say(text: str) -> None:
-    """Print a line; where its reader has ended, as ``| head`` does, the averages go on."""
-    try:
-        typer.echo(strip_controls(text))
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            lines.append(f"  {source.path}{epoch}  sha256 {source.sha256[:12]}")
+    typer.echo(strip_controls("\n".join(lines)))
 
 
 def expand_files(words: tuple[str, ...]) -> list[Path]:

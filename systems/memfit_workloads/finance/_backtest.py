@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +19,6 @@ from memfit.errors import DataError
 from memfit_workloads.finance._matrices import Floats, check_shapes
 
 _Bools = NDArray[np.bool_]
-_Ints = NDArray[np.int64]
 # Each round of sizing a sleeve net of its own costs leaves the cost rate's share of the last round's error.
 _SIZING_ROUNDS = 6
 
@@ -28,15 +27,13 @@ class BacktestSettings(Settings):
     """How scores become positions, and what trading costs; docs/workflow.md has each setting with its unit.
 
     From ``missing_return`` on, what a held asset earns on its first date without a return, its money is cash until the
-    sleeve ends. ``long_short`` puts half of a sleeve's money into the best and sells the worst short for the other
-    half.
+    sleeve ends.
     """
 
     horizon: Annotated[int, Field(ge=1)] = 5
     k_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     k_min: Annotated[int, Field(ge=1)] = 3
     min_score: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    side: Literal["long", "long_short"] = "long"
     cost_bps: Annotated[float, Field(ge=0.0, le=1000.0)] = 10.0
     missing_return: Annotated[float, Field(ge=-1.0, le=0.0)] = 0.0
     dates_per_year: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 252.0
@@ -47,10 +44,10 @@ class BacktestSummary:
     """A backtest in numbers. Returns are simple and as a share: 0.1 is 10 %. What is undefined is NaN.
 
     ``num_dates`` were marked and are n of all: they do not overlap, so they count as independent. On ``num_unmarked``
-    of those between the first and the last no asset had a return; ``num_trailing`` at the end were left out. Returns
-    are after costs, those in ``_gross`` before them; ``active`` is the mean daily return beyond the universe's, a year,
-    and ``active_t`` the gross one over its standard error. ``volatility`` and ``sharpe`` are a year's, of the daily net
-    returns (divisor n - 1, no interest on cash is taken off); ``sharpe_error`` is ``sqrt(dates_per_year / num_dates)``.
+    of those between the first and the last no asset had a return. Returns are after costs, those in ``_gross`` before
+    them; ``active`` is the mean daily return beyond the universe's, a year. ``volatility`` and ``sharpe`` are a year's,
+    of the daily net returns (divisor n - 1, no interest on cash is taken off); ``sharpe_error`` is
+    ``sqrt(dates_per_year / num_dates)``.
     ``max_drawdown`` is at most 0, ``mean_turnover`` what is bought and sold a date, ``hit_rate`` of dates with a
     position. Shares and ``mean_held`` (assets per sleeve) are over the rebalance dates; ``num_missing`` positions ended
     for want of a return.
@@ -60,15 +57,12 @@ class BacktestSummary:
     end: str
     num_dates: int
     num_unmarked: int
-    num_trailing: int
     total_return: float
     total_return_gross: float
     annual_return: float
     annual_return_gross: float
     annual_benchmark: float
-    annual_active: float
     annual_active_gross: float
-    active_t: float
     volatility: float
     sharpe: float
     sharpe_error: float
@@ -87,7 +81,7 @@ class BacktestResult:
 
     In ``days``, ``gross``, ``cost``, ``net``, ``benchmark`` and ``active`` (net minus benchmark) are earned from this
     close to the next, as a share of the equity at this close; ``equity`` and ``equity_benchmark`` are at the next
-    close, 1 at the start; ``turnover`` is bought and sold, ``exposure`` long and short positions together; ``num_held``
+    close, 1 at the start; ``turnover`` is bought and sold, ``exposure`` what is invested; ``num_held``
     counts the sleeve that was opened on this date, ``num_positions`` all sleeves.
     """
 
@@ -145,13 +139,12 @@ class BacktestInput:
         """How many dates are marked: those up to the last return."""
         return int(np.max(np.flatnonzero(np.isfinite(self.returns_1).any(axis=1)), initial=-1)) + 1
 
-    def trade(self, settings: BacktestSettings, scores: Floats | None = None) -> tuple[Selection, Trading]:
-        """Return what the scores choose on each date that is marked, and what the sleeves earn with that."""
+    def trade(self, settings: BacktestSettings, scores: Floats | None = None) -> dict[str, NDArray[Any]]:
+        """Return what the scores choose on each date that is marked, and what the sleeves earn with that, (D,) each."""
         assert self.eligible is not None
-        chosen = self.scores if scores is None else np.asarray(scores, np.float64)
-        num_dates = self.num_dates
-        selection = select(chosen[:num_dates], self.eligible[:num_dates], settings)
-        return selection, trade(selection.weights, self.returns_1[:num_dates], settings)
+        chosen, num_dates = self.scores if scores is None else np.asarray(scores, np.float64), self.num_dates
+        weights, days = select(chosen[:num_dates], self.eligible[:num_dates], settings)
+        return _walk(weights, self.returns_1[:num_dates], settings) | days
 
     def run(self, settings: BacktestSettings, *, scores: Floats | None = None) -> BacktestResult:
         """Trade on the scores of each date, hold for ``horizon`` dates, and mark every position daily.
@@ -161,39 +154,27 @@ class BacktestInput:
         over h dates is earned once in h dates. Each sleeve keeps its own account, which starts with ``1 / horizon`` of
         the money; its weights are equal when it is opened, and drift with prices until it ends. During the first
         ``horizon - 1`` dates some sleeves are still cash. Positions open at the end are marked, not sold. The benchmark
-        is the universe: the same sleeves with every eligible asset that has a score, without costs. A ``long_short``
-        book is measured against cash.
+        is the universe: the same sleeves with every eligible asset that has a score, without costs.
 
         Source: N. Jegadeesh and S. Titman, Returns to Buying Winners and Selling Losers (1993): overlapping portfolios.
         """
-        selection, traded = self.trade(settings, scores)
-        universe = np.zeros(len(traded.gross))
-        if settings.side == "long":
-            whole = {"k_ratio": 1.0, "k_min": 1, "min_score": None, "cost_bps": 0.0}
-            universe = self.trade(settings.model_copy(update=whole), scores)[1].gross
-        net = traded.gross - traded.cost
+        traded = self.trade(settings, scores)
+        whole = {"k_ratio": 1.0, "k_min": 1, "min_score": None, "cost_bps": 0.0}
+        universe = self.trade(settings.model_copy(update=whole), scores)["gross"]
+        gross, cost = traded.pop("gross"), traded.pop("cost")
+        net = gross - cost
         equity = np.cumprod(1.0 + net)
         days = {
             "date": self.dates[: len(net)],
-            "gross": traded.gross,
-            "cost": traded.cost,
+            "gross": gross,
+            "cost": cost,
             "net": net,
             "benchmark": universe,
             "active": net - universe,
             "equity": equity,
             "equity_benchmark": np.cumprod(1.0 + universe),
             "drawdown": equity / np.maximum.accumulate(np.maximum(equity, 1.0)) - 1.0,
-            "turnover": traded.turnover,
-            "exposure": traded.exposure,
-            "net_exposure": traded.net_exposure,
-            "num_scored": selection.num_scored,
-            "num_candidates": selection.num_candidates,
-            "num_held": (selection.weights != 0).sum(axis=1),
-            "num_positions": traded.num_positions.astype(np.int64),
-            "num_missing": traded.num_missing.astype(np.int64),
-            "is_rebalance": selection.is_traded,
-            "is_fallback": selection.is_fallback,
-            "is_empty": selection.is_empty,
+            **traded,
         }
         return BacktestResult(settings, pa.table(days), self._summarize(days, settings))
 
@@ -209,15 +190,12 @@ class BacktestInput:
             end=str(days["date"][-1]) if n else "",
             num_dates=n,
             num_unmarked=int(np.isnan(self.returns_1[:n]).all(axis=1).sum()),
-            num_trailing=len(self.dates) - n,
             total_return=totals[0],
             total_return_gross=totals[1],
             annual_return=annual,
             annual_return_gross=annual_gross,
             annual_benchmark=annual_benchmark,
-            annual_active=_mean(net - universe) * year,
             annual_active_gross=_mean(gross - universe) * year,
-            active_t=t_of_mean(gross - universe),
             volatility=deviation * math.sqrt(year),
             sharpe=_mean(net) / deviation * math.sqrt(year) if deviation > 1e-12 else math.nan,
             sharpe_error=math.sqrt(year / n) if n else math.nan,
@@ -231,73 +209,46 @@ class BacktestInput:
         )
 
 
-@dataclass(frozen=True)
-class Selection:
-    """What each date's scores chose: shares of the sleeve's money (D, A), negative for a short one; else (D,).
+def select(scores: Floats, eligible: _Bools, settings: BacktestSettings) -> tuple[Floats, dict[str, NDArray[Any]]]:
+    """Return the shares (D, A) of a sleeve's money that each date's scores choose, and what they were chosen from.
 
-    Dates with any eligible asset are ``is_traded``; of these, ``is_fallback`` had fewer than ``k_min`` above
-    ``min_score``.
+    Of equal scores the first ones are chosen; a score is finite. Dates with any eligible asset are ``is_rebalance``; of
+    these, ``is_fallback`` had fewer than ``k_min`` above ``min_score``.
     """
-
-    weights: Floats
-    num_scored: _Ints
-    num_candidates: _Ints
-    is_fallback: _Bools
-    is_empty: _Bools
-    is_traded: _Bools
-
-
-def select(scores: Floats, eligible: _Bools, settings: BacktestSettings) -> Selection:
-    """Return the assets that each date's scores choose: of equal scores the first ones; a score is finite."""
-    usable = np.isfinite(scores) & eligible
+    usable, k_min = np.isfinite(scores) & eligible, settings.k_min
     num_scored, is_traded = usable.sum(axis=1), np.asarray(eligible.any(axis=1))
-    signs = (1.0,) if settings.side == "long" else (1.0, -1.0)
-    most = num_scored // len(signs)
-    weights, passed = np.zeros(scores.shape), []
-    for sign in signs:
-        least = -math.inf if settings.min_score is None else settings.min_score
-        passing = (usable & (sign * scores > least)).sum(axis=1)
-        passed.append(passing)
-        for date in np.flatnonzero(most):
-            where, k_min = np.flatnonzero(usable[date]), settings.k_min
-            # 0.1 * 30 is 3.0000000000000004: that is 3 assets, not 4.
-            size = max(k_min, math.ceil(settings.k_ratio * len(where) - 1e-9))
-            count = min(k_min if passing[date] < k_min else min(size, passing[date]), most[date])
-            best = np.argsort(-sign * scores[date, where], kind="stable")[:count]
-            weights[date, where[best]] = sign / (len(signs) * count)
-    candidates = passed[0] if settings.min_score is None else np.sum(passed, axis=0)
-    return Selection(
-        weights=weights,
-        num_scored=num_scored,
-        num_candidates=np.where(most > 0, candidates, 0),
-        is_fallback=(most > 0) & (np.min(passed, axis=0) < settings.k_min),
-        is_empty=is_traded & (most == 0),
-        is_traded=is_traded,
-    )
+    least = -math.inf if settings.min_score is None else settings.min_score
+    weights, passing = np.zeros(scores.shape), (usable & (scores > least)).sum(axis=1)
+    for date in np.flatnonzero(num_scored):
+        where = np.flatnonzero(usable[date])
+        # 0.1 * 30 is 3.0000000000000004: that is 3 assets, not 4.
+        size = max(k_min, math.ceil(settings.k_ratio * len(where) - 1e-9))
+        count = min(size, passing[date]) if passing[date] >= k_min else min(k_min, len(where))
+        best = np.argsort(-scores[date, where], kind="stable")[:count]
+        weights[date, where[best]] = 1.0 / count
+    return weights, {
+        "num_scored": num_scored,
+        "num_candidates": passing,
+        "num_held": (weights != 0).sum(axis=1),
+        "is_rebalance": is_traded,
+        "is_fallback": (num_scored > 0) & (passing < k_min),
+        "is_empty": is_traded & (num_scored == 0),
+    }
 
 
-@dataclass(frozen=True)
-class Trading:
-    """What the sleeves earned: each of shape (D,), as shares of the equity at the date's close before trading."""
+def _walk(weights: Floats, returns_1: Floats, settings: BacktestSettings) -> dict[str, NDArray[Any]]:
+    """Open a sleeve of ``weights`` (D, A) on each date, as `BacktestInput.run` says; without returns nothing moves.
 
-    gross: Floats
-    cost: Floats
-    turnover: Floats
-    exposure: Floats
-    net_exposure: Floats
-    num_positions: Floats
-    num_missing: Floats
-
-
-def trade(weights: Floats, returns_1: Floats, settings: BacktestSettings) -> Trading:
-    """Open a sleeve of ``weights`` (D, A) on each date, as `BacktestInput.run` says; without returns nothing moves."""
+    Returns what the sleeves earned, as shares of the equity at the date's close before trading, and counts.
+    """
     num_dates, num_assets = returns_1.shape
-    held = np.zeros((settings.horizon, num_assets))  # money in each asset by sleeve, negative when short
+    held = np.zeros((settings.horizon, num_assets))  # money in each asset by sleeve
     value = np.full(settings.horizon, 1.0 / settings.horizon)  # money of each sleeve, cash included
-    rate, figures = settings.cost_bps / 1e4, np.zeros((7, num_dates))
+    rate, figures = settings.cost_bps / 1e4, np.zeros((4, num_dates))
+    counts = np.zeros((2, num_dates), np.int64)
     for date in range(num_dates):
         sleeve, equity, cost = date % settings.horizon, value.sum(), 0.0
-        if equity <= 0:  # a short book can lose more than it has: from there on there is nothing to invest
+        if equity <= 0:  # all is lost: from there on there is nothing to invest
             break
         old = held[sleeve].copy()
         for _ in range(_SIZING_ROUNDS if rate else 1):
@@ -308,12 +259,13 @@ def trade(weights: Floats, returns_1: Floats, settings: BacktestSettings) -> Tra
         lost = positions & ~known & known.any()
         earned = np.where(known, returns_1[date], settings.missing_return if known.any() else 0.0)
         gains = held @ earned
-        money = gains.sum(), cost, np.abs(held[sleeve] - old).sum(), np.abs(held).sum(), held.sum()
-        figures[:, date] = *(np.array(money) / equity), positions.sum(), lost.sum()
+        figures[:, date] = np.array([gains.sum(), cost, np.abs(held[sleeve] - old).sum(), held.sum()]) / equity
+        counts[:, date] = positions.sum(), lost.sum()
         value += gains
         held *= 1.0 + earned
         held[:, lost] = 0.0
-    return Trading(*figures)
+    names = ("gross", "cost", "turnover", "exposure", "num_positions", "num_missing")
+    return dict(zip(names, (*figures, *counts), strict=True))
 
 
 def _annual(total: float, num_dates: int, dates_per_year: float) -> float:

@@ -122,9 +122,8 @@ def _dates_and_codes(market: Market, bounds: QualitySettings) -> Iterable[_Row]:
             first = seen.setdefault(np.ascontiguousarray(closes).tobytes(), code)
             copies += [] if first is code else [f"{first} = {code}"]
     twice = sorted({code for code in codes if codes.count(code) > 1}) if len(set(codes)) < len(codes) else []
-    rows = [*market.duplicates, *[""] * (market.num_duplicates - len(market.duplicates))]
     return (
-        ("duplicated_rows", "red", rows, "rows have the date and code of an earlier row",
+        ("duplicated_rows", "red", market.duplicates, "rows have the date and code of an earlier row",
          "keep one row per date and code; find out which of them is right where they differ"),
         ("duplicated_dates", "red", steps == 0, "dates come more than once", "keep one row per date"),
         ("dates_out_of_order", "red", steps < 0, "dates are earlier than the one before", "sort by date"),

@@ -6,20 +6,19 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pyarrow import feather
 
 from memfit.errors import DataError, UsageError, nearest
 from memfit_workloads.finance._inference import Summary, summarize
 from memfit_workloads.finance._matrices import Scores, as_days, numbers, read_scores
 from memfit_workloads.finance._metrics import (
     divide,
-    ndcg_at_k,
     positive_rate,
     precision_at_k,
     quantile_spread,
@@ -30,8 +29,6 @@ from memfit_workloads.finance._metrics import (
 _KEYS = ("fold", "date", "num_assets")
 _METADATA = b"memfit_days"
 _IN_FOLDER = ("days.feather", "checkpoints/stage_backtest/days.feather")
-#: What the days of a backtest have and a day table has not.
-_OF_BACKTEST = {"net", "equity", "is_rebalance"}
 
 
 def evaluate_days(
@@ -47,8 +44,8 @@ def evaluate_days(
 
     Its columns are ``fold``, ``date``, ``num_assets`` (assets with a score for any horizon), and for each horizon h, a
     number of dates, ``h{h}_rank_ic`` (`rank_ic`), ``h{h}_p_at_k_pos`` (`precision_at_k`), ``h{h}_random_p_at_k_pos``
-    (`positive_rate`), ``h{h}_delta_p_at_k_pos`` (the first less the second, on average 0 for random scores),
-    ``h{h}_ndcg_at_k`` and ``h{h}_spread`` (`quantile_spread`, in returns over h dates). An undefined figure is NaN. The
+    (`positive_rate`), ``h{h}_delta_p_at_k_pos`` (the first less the second, on average 0 for random scores), and
+    ``h{h}_spread`` (`quantile_spread`, in returns over h dates). An undefined figure is NaN. The
     table's metadata hold what a comparison must share: k, quantiles and assets.
 
     Either ``k`` assets or the share ``k_ratio`` of the eligible ones are selected.
@@ -83,7 +80,6 @@ def evaluate_folds(
                 f"h{horizon}_p_at_k_pos": precision,
                 f"h{horizon}_random_p_at_k_pos": random,
                 f"h{horizon}_delta_p_at_k_pos": precision - random,
-                f"h{horizon}_ndcg_at_k": ndcg_at_k(score, target, **size),  # type: ignore[arg-type]
                 f"h{horizon}_spread": quantile_spread(score, target, num_quantiles=num_quantiles),
             }
         codes |= {scores.codes[column] for column in np.flatnonzero(scored.any(axis=0))}
@@ -95,53 +91,20 @@ def evaluate_folds(
 
 
 def read_days(path: Path) -> pa.Table:
-    """Return the day table in a .feather, .csv or .parquet file, or in a run's folder.
-
-    A CSV file does not hold k, quantiles and assets, so a comparison cannot check them. The ``days.csv`` of a backtest
-    is refused: it joins the folds of a date.
+    """Return the day table in a Feather file, or in a run's folder.
 
     Raises:
-        UsageError: If it is not there, or its name is not one of a day table.
-        DataError: If a folder holds no day table, or a file cannot be read or is of a backtest.
+        UsageError: If it is not there, or no such file.
     """
-    from pyarrow import csv, feather, parquet
-
-    readers = {".feather": feather.read_table, ".csv": csv.read_csv, ".parquet": parquet.read_table}
-    path = _file_of(path)
-    if path.suffix not in readers or not path.exists():
-        raise UsageError(
-            f"{path} is {'not there' if path.suffix in readers else 'not a name of a day table'}.",
-            rule=f"a day table is a file that ends in {', '.join(readers)}, or in a run's folder.",
-            remedy="check the path; the baseline may also be the word random",
-        )
+    files = [path / name for name in _IN_FOLDER] if path.is_dir() else [path]
     try:
-        table: pa.Table = readers[path.suffix](path)
-    except pa.ArrowInvalid as error:
-        raise DataError(
-            f"{path} cannot be read: {error}.",
-            rule=f"a file that ends in {path.suffix} is one.",
-            remedy="write it again, or name it by what it is",
+        return feather.read_table(next(filter(Path.is_file, files), path))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UsageError(
+            f"{path} holds no day table: {str(error).splitlines()[0]}.",
+            rule="a day table is the days.feather of a run that was judged.",
+            remedy="name that file, or the run's folder; the baseline may also be the word random",
         ) from error
-    if set(table.column_names) >= _OF_BACKTEST:
-        raise DataError(
-            f"{path} holds what a backtest earned by date.",
-            rule="it joins the folds of a date; a day table has a row for each fold.",
-            remedy=f"name {path.with_suffix('.feather')}, or the run's folder",
-        )
-    return table
-
-
-def _file_of(path: Path) -> Path:
-    if not path.is_dir():
-        return path
-    inside = [path / name for name in _IN_FOLDER if (path / name).is_file()]
-    if not inside:
-        raise DataError(
-            f"{path} holds neither {' nor '.join(_IN_FOLDER)}.",
-            rule="a run that was evaluated has a day table in one of these.",
-            remedy="name the folder of a run that was judged, or a day table itself",
-        )
-    return inside[0]
 
 
 def summarize_days(days: pa.Table) -> dict[str, Summary]:
@@ -153,12 +116,12 @@ def summarize_days(days: pa.Table) -> dict[str, Summary]:
     for name in days.column_names:
         if name not in _KEYS:
             horizon = re.match(r"h([1-9]\d*)_", name)
-            found[name] = summarize(by_date(days, name, "the table").values, int(horizon[1]) if horizon else None)
+            found[name] = summarize(by_date(days, name, "the table")[1], int(horizon[1]) if horizon else None)
     return found
 
 
 def description(days: pa.Table) -> dict[str, Any]:
-    """Return what a day table was evaluated with, of its metadata; empty for one that was read from a CSV file."""
+    """Return what a day table was evaluated with, of its metadata; empty where it does not say."""
     text = (days.schema.metadata or {}).get(_METADATA)
     return dict(json.loads(text)) if text else {}
 
@@ -167,17 +130,8 @@ def _digest(codes: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(codes)).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Series:
-    """A metric by date, ascending; D dates. ``num_assets`` is NaN where the table does not say."""
-
-    dates: NDArray[np.datetime64]
-    values: NDArray[np.float64]
-    num_assets: NDArray[np.float64]
-
-
-def by_date(days: pa.Table, metric: str, which: str) -> Series:
-    """Return a metric by distinct date: the mean of the date's folds, NaN where none defines it."""
+def by_date(days: pa.Table, metric: str, which: str) -> tuple[NDArray[np.datetime64], NDArray[np.float64]]:
+    """Return the distinct dates in ascending order, and a metric: the mean of a date's folds, NaN where none has it."""
     for name in ("date", metric):
         if name not in days.column_names:
             known = [column for column in days.column_names if column not in _KEYS]
@@ -187,12 +141,7 @@ def by_date(days: pa.Table, metric: str, which: str) -> Series:
                 remedy=nearest(name, known or days.column_names),
             )
     dates, row = np.unique(as_days(days.column("date")), return_inverse=True)
-    sizes = numbers(days, "num_assets") if "num_assets" in days.column_names else np.full(len(row), np.nan)
-    return Series(dates, _means(row, numbers(days, metric), len(dates)), _means(row, sizes, len(dates)))
-
-
-def _means(row: NDArray[np.int64], values: NDArray[np.float64], num: int) -> NDArray[np.float64]:
+    values = numbers(days, metric)
     defined = ~np.isnan(values)
-    counts = np.bincount(row[defined], minlength=num)
-    sums = np.bincount(row[defined], weights=values[defined], minlength=num)
-    return divide(sums, counts, counts > 0)
+    counts = np.bincount(row[defined], minlength=len(dates))
+    return dates, divide(np.bincount(row[defined], values[defined], len(dates)), counts, counts > 0)

@@ -15,39 +15,27 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 from filelock import FileLock
-from numpy.typing import NDArray
 
 from memfit.errors import DataError, UsageError
 from memfit.rundir import finite
-from memfit_workloads.finance._days import Series, by_date, description
+from memfit_workloads.finance._days import by_date, description
 from memfit_workloads.finance._inference import (
     DieboldMariano,
     Interval,
     SlowVariation,
-    adjust_p_value,
     bootstrap_interval,
     diebold_mariano,
     minimal_detectable_effect,
     minimum_dates,
     slow_variation,
 )
-from memfit_workloads.finance._matrices import as_days, numbers
 
 Verdict = Literal["A better", "B better", "no difference shown"]
 
-#: What random scores have in expectation, by the end of a metric's name; `ndcg` depends on k and the number of assets.
-_RANDOM = {"_delta_p_at_k_pos": 0.0, "_rank_ic": 0.0, "_spread": 0.0}
+#: The ends of metrics that are 0 on average for random scores.
+_ZERO = ("_delta_p_at_k_pos", "_rank_ic", "_spread")
 _DATA = b"memfit_data"
 _HAVE_TO_AGREE = ("k", "k_ratio", "num_quantiles", "universe")
-
-
-@dataclass(frozen=True)
-class FoldEffect:
-    """The mean difference within one fold of A."""
-
-    fold: int
-    effect: float
-    num_dates: int
 
 
 @dataclass(frozen=True)
@@ -59,8 +47,7 @@ class Decision:
     ``minimal_detectable_effect``, the smallest true effect that the test shows 4 times in 5, at Bonferroni's alpha.
     Where the difference is ``slow``, above or below its mean for longer than labels overlap, the standard error is too
     small, and a verdict is false more often than alpha. Means are over the paired dates; the others were dropped: one
-    has them alone (``num_only_a``), or either is undefined. On ``num_other_assets`` A and B scored different numbers of
-    assets.
+    has them alone (``num_only_a``), or either is undefined.
     """
 
     verdict: Verdict
@@ -77,17 +64,13 @@ class Decision:
     num_only_a: int
     num_only_b: int
     num_undefined: int
-    num_other_assets: int
-    folds: tuple[FoldEffect, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, in one level; an undefined or infinite figure is None."""
-        own = dataclasses.asdict(self) | {"folds": [*map(dataclasses.asdict, self.folds)]}
-        test, interval, slow = own.pop("test"), own.pop("interval"), own.pop("slow")
-        del interval["num_resamples"]
-        found = own | {"effect": test.pop("mean"), "num_folds": len(self.folds)} | test | interval
-        found |= {"is_slow": slow.pop("is_shown")} | {f"slow_{name}": value for name, value in slow.items()}
-        return dict(finite(found))
+        found = dataclasses.asdict(self)
+        test, interval, slow = (found.pop(name) for name in ("test", "interval", "slow"))
+        found |= {"effect": test.pop("mean")} | test | interval | {"is_slow": slow.pop("is_shown")}
+        return dict(finite(found | {f"slow_{name}": value for name, value in slow.items()}))
 
     def explain(self) -> dict[str, str]:
         """Return the evidence in words: a line for each title."""
@@ -105,10 +88,6 @@ class Decision:
             "could show": f"an effect of {self.minimal_detectable_effect:.5f}, 4 times in 5",
             "dates": f"{test.num_dates} paired; dropped: {dropped}",
         }
-        if len(self.folds) > 1:
-            lines["by fold"] = ", ".join(f"{one.effect:+.5f} (fold {one.fold}, {one.num_dates})" for one in self.folds)
-        if self.num_other_assets:
-            lines["note"] = f"on {self.num_other_assets} dates A and B scored different numbers of assets"
         if self.slow_note:
             lines["warning"] = self.slow_note
         return lines
@@ -137,7 +116,6 @@ def decide(
     horizon: int,
     *,
     level: float = 0.95,
-    num_comparisons: int = 1,
     other_p_values: Sequence[float] = (),
 ) -> Decision:
     """Compare a metric of two day tables of `evaluate_days` on the dates that both have.
@@ -145,40 +123,43 @@ def decide(
     B may be ``random``: scores without information. A verdict needs two things: the paired test's p-value, corrected
     for all comparisons, is below ``1 - level``, and the block bootstrap's interval excludes 0 on the same side. A date
     of several folds counts once, with their mean. ``horizon`` are the dates that the metric's labels span;
-    ``num_comparisons`` those tried in all, this one included. How far a training with another seed would differ is not
-    in the figures.
+    ``other_p_values`` are those of all other comparisons that were tried. How far a training with another seed would
+    differ is not in the figures.
 
     Raises:
         DataError: If a table lacks the metric, the tables say that they were evaluated on different k, quantiles or
             assets, or fewer than `minimum_dates` can be paired.
         UsageError: If the level is out of range, or random scores have no known expectation of the metric.
     """
-    if not 0.5 <= level < 1:
-        raise UsageError(
-            f"the level is {level}.",
-            rule="a level is the share of intervals that hold the truth, at least 0.5 and less than 1.",
-            remedy="0.95 is usual; the test's alpha is 1 less the level",
-        )
-    constant = next((value for end, value in _RANDOM.items() if metric.endswith(end)), None)
-    if isinstance(days_b, str) and constant is None:
+    from statsmodels.stats.multitest import multipletests  # slow to load
+
+    if isinstance(days_b, str) and not metric.endswith(_ZERO):
         raise UsageError(
             f"what random scores have for {metric} is not known beforehand.",
-            rule=f"it is known of metrics that end in {', '.join(_RANDOM)}.",
+            rule=f"it is known of metrics that end in {', '.join(_ZERO)}.",
             remedy="compare with the day table of a baseline, for example of shuffled scores",
         )
-    a = by_date(days_a, metric, "A")
+    dates_a, all_a = by_date(days_a, metric, "A")
     if isinstance(days_b, str):
-        b = Series(a.dates, np.full(len(a.dates), constant, np.float64), a.num_assets)
+        dates_b, all_b = dates_a, np.zeros(len(dates_a))
     else:
         _refuse_unlike(description(days_a), description(days_b))
-        b = by_date(days_b, metric, "B")
-    dates, values_a, values_b, counts = _pair(a, b, horizon)
+        dates_b, all_b = by_date(days_b, metric, "B")
+    _, of_a, of_b = np.intersect1d(dates_a, dates_b, assume_unique=True, return_indices=True)
+    both, num_common = ~(np.isnan(all_a[of_a]) | np.isnan(all_b[of_b])), len(of_a)
+    values_a, values_b = all_a[of_a[both]], all_b[of_b[both]]
+    if len(values_a) < minimum_dates(horizon):
+        raise DataError(
+            f"{len(values_a)} dates can be paired: A has {len(dates_a)}, B {len(dates_b)}, both {num_common}, and on "
+            f"{num_common - len(values_a)} of these the metric of either is undefined.",
+            rule=f"labels over {horizon} dates are compared on at least {minimum_dates(horizon)} dates.",
+            remedy="evaluate both on the same dates, and more of them, or compare a shorter horizon",
+        )
     differences = values_a - values_b
     test = diebold_mariano(differences, horizon)
     interval = bootstrap_interval(differences, horizon, level)
-    num_comparisons = max(num_comparisons, 1 + len(other_p_values))
-    adjusted = adjust_p_value(test.p_value, other_p_values, num_comparisons=num_comparisons)
-    alpha = 1 - level
+    adjusted = float(multipletests([test.p_value, *other_p_values], method="holm")[1][0])
+    alpha, num_comparisons = 1 - level, 1 + len(other_p_values)
     sign = (interval.lower > 0) - (interval.upper < 0) if adjusted < alpha else 0
     verdicts: dict[int, Verdict] = {1: "A better", -1: "B better", 0: "no difference shown"}
     return Decision(
@@ -195,43 +176,10 @@ def decide(
         ),
         mean_a=float(values_a.mean()),
         mean_b=float(values_b.mean()),
-        folds=_fold_effects(days_a, metric, dates, values_b),
-        **counts,
+        num_only_a=len(dates_a) - num_common,
+        num_only_b=len(dates_b) - num_common,
+        num_undefined=num_common - len(values_a),
     )
-
-
-def _pair(
-    a: Series, b: Series, horizon: int
-) -> tuple[NDArray[np.datetime64], NDArray[np.float64], NDArray[np.float64], dict[str, int]]:
-    """Return the dates on which both are defined, the values of each, and what was dropped."""
-    dates, of_a, of_b = np.intersect1d(a.dates, b.dates, assume_unique=True, return_indices=True)
-    both = ~(np.isnan(a.values[of_a]) | np.isnan(b.values[of_b]))
-    of_a, of_b, num_common = of_a[both], of_b[both], len(dates)
-    if len(of_a) < minimum_dates(horizon):
-        raise DataError(
-            f"{len(of_a)} dates can be paired: A has {len(a.dates)}, B {len(b.dates)}, both {num_common}, and on "
-            f"{num_common - len(of_a)} of these the metric of either is undefined.",
-            rule=f"labels over {horizon} dates are compared on at least {minimum_dates(horizon)} dates.",
-            remedy="evaluate both on the same dates, and more of them, or compare a shorter horizon",
-        )
-    sizes = np.column_stack([a.num_assets[of_a], b.num_assets[of_b]])
-    differ = (sizes[:, 0] != sizes[:, 1]) & ~np.isnan(sizes).any(axis=1)
-    counts = {"num_only_a": len(a.dates) - num_common, "num_only_b": len(b.dates) - num_common}
-    counts |= {"num_undefined": num_common - len(of_a), "num_other_assets": int(differ.sum())}
-    return dates[both], a.values[of_a], b.values[of_b], counts
-
-
-def _fold_effects(
-    days_a: pa.Table, metric: str, paired_dates: NDArray[np.datetime64], values_b: NDArray[np.float64]
-) -> tuple[FoldEffect, ...]:
-    days_a = days_a.sort_by("date")  # sums of floats depend on the order of rows
-    values, dates = numbers(days_a, metric), as_days(days_a.column("date"))
-    folds = numbers(days_a, "fold").astype(np.int64) if "fold" in days_a.column_names else np.zeros(len(dates), int)
-    place = np.minimum(np.searchsorted(paired_dates, dates), len(paired_dates) - 1)
-    paired = (paired_dates[place] == dates) & ~np.isnan(values)
-    differences = values - values_b[place]
-    parts = {int(fold): differences[paired & (folds == fold)] for fold in np.unique(folds[paired])}
-    return tuple(FoldEffect(fold, float(one.mean()), len(one)) for fold, one in parts.items())
 
 
 def _refuse_unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
@@ -252,7 +200,7 @@ def record_of(days_a: pa.Table, days_b: pa.Table | Literal["random"], metric: st
     """
     tables = [one for one in (days_b, days_a) if not isinstance(one, str)]
     named = [one.schema.metadata[_DATA] for one in tables if _DATA in (one.schema.metadata or {})]
-    data = named[0] if named else by_date(tables[0], metric, "the table").dates.tobytes()
+    data = named[0] if named else by_date(tables[0], metric, "the table")[0].tobytes()
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state, "memfit", "comparisons", f"{hashlib.sha256(data).hexdigest()[:16]}.jsonl")
 
@@ -322,6 +270,5 @@ def read_record(path: Path) -> dict[str, float]:
 def _digest(days: pa.Table | Literal["random"], metric: str) -> str:
     if isinstance(days, str):
         return days
-    series = by_date(days, metric, "the table")
-    content = series.dates.astype(np.int64).tobytes() + series.values.tobytes()
-    return hashlib.sha256(content).hexdigest()[:16]
+    dates, values = by_date(days, metric, "the table")
+    return hashlib.sha256(dates.astype(np.int64).tobytes() + values.tobytes()).hexdigest()[:16]

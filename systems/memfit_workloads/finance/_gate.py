@@ -180,15 +180,15 @@ def _of_summary(result: BacktestResult, rank_ic: float, limits: GateSettings) ->
 def _of_controls(controls: Controls | None, horizon: int, limits: GateSettings) -> Iterable[_Row]:
     if controls is None:
         return [("controls", "yellow", "shuffled and shifted scores were not tried")]
-    most, rank, shift = limits.max_shuffled + 3 * controls.shuffled_error, controls.rank_of_real, controls.shift
+    most, rank, kept = limits.max_shuffled + 3 * controls.shuffled_error, controls.rank_of_real, controls.kept_share
     least = limits.min_kept_share * (horizon - 1) / horizon
     # A signal of one date has nothing left a date later, and is not to be blamed for it.
-    suspect = horizon > 1 and shift.kept_share < least and shift.loss_t > limits.shift_t
+    suspect = horizon > 1 and kept < least and controls.loss_t > limits.shift_t
     late = "the scores earn nothing beyond the universe before costs, so a delay has nothing to take"
-    if not math.isnan(shift.kept_share):
+    if not math.isnan(kept):
         late = (
-            f"scores that are a date late keep {shift.kept_share:.0%} of the gross active return (t of the loss "
-            f"{shift.loss_t:.1f}; below {least:.0%} at t above {limits.shift_t:g} the scores knew the next date)"
+            f"scores that are a date late keep {kept:.0%} of the gross active return (t of the loss "
+            f"{controls.loss_t:.1f}; below {least:.0%} at t above {limits.shift_t:g} the scores knew the next date)"
         )
     return [
         ("shuffled", _outside(controls.shuffled_mean, -most, most),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -199,7 +198,6 @@ def _check_differences(differences: ArrayLike, horizon: int) -> NDArray[np.float
 
 def power(effect: float, standard_error: float, num_dates: int, *, alpha: float = 0.05) -> float:
     """Return the probability that the two-sided test shows a true effect of this size, in the differences' unit."""
-    _check_test(standard_error, num_dates, alpha)
     from scipy import stats
 
     size, freedom = abs(effect) / standard_error, num_dates - 1
@@ -211,14 +209,9 @@ def power(effect: float, standard_error: float, num_dates: int, *, alpha: float 
 def minimal_detectable_effect(
     standard_error: float, num_dates: int, *, alpha: float = 0.05, wanted_power: float = 0.8
 ) -> float:
-    """Return the smallest true effect that the two-sided test of so many differences shows with the wanted power.
-
-    Raises:
-        UsageError: If an argument is out of range.
-    """
+    """Return the smallest true effect that the two-sided test of so many differences shows with the wanted power."""
     if standard_error == 0:
         return 0.0
-    _check_test(standard_error, num_dates, alpha, wanted_power)
     from scipy.optimize import brentq
 
     # In standard errors, so that the result is in proportion to them to the last bit.
@@ -229,35 +222,6 @@ def minimal_detectable_effect(
     return standard_error * float(found)
 
 
-def _check_test(standard_error: float, num_dates: int, alpha: float, wanted_power: float = 1.0) -> None:
-    if not (standard_error > 0 and num_dates >= 2 and 0 < alpha < wanted_power <= 1):
-        raise UsageError(
-            f"standard error {standard_error}, {num_dates} dates, alpha {alpha}, power {wanted_power}.",
-            rule="a test has a positive standard error, at least 2 dates, and 0 < alpha < power < 1.",
-            remedy="take them from diebold_mariano; alpha=0.05 and a power of 0.8 are usual",
-        )
-
-
-def adjust_p_value(p_value: float, others: Sequence[float] = (), *, num_comparisons: int = 1) -> float:
-    """Return a p-value after Holm's correction for every comparison that was tried.
-
-    ``num_comparisons`` are all, this one included. Those whose p-value is not among ``others`` count as this one's, the
-    worst case.
-
-    Source: S. Holm, A simple sequentially rejective multiple test procedure (1979).
-    """
-    values = [p_value, *others]
-    if not all(0 <= value <= 1 for value in values):
-        raise UsageError(
-            f"the p-values are {', '.join(map(str, values))}.",
-            rule="a p-value is from 0 to 1.",
-            remedy="pass the p-values of tests",
-        )
-    smaller = sorted(value for value in others if value < p_value)
-    num = max(num_comparisons, len(values))
-    return min(1.0, max((num - rank) * value for rank, value in enumerate([*smaller, p_value])))
-
-
 @dataclass(frozen=True)
 class Interval:
     """An interval for a mean, in the unit of the differences; infinite if the blocks cannot tell."""
@@ -266,7 +230,6 @@ class Interval:
     upper: float
     level: float
     block_length: int
-    num_resamples: int
 
 
 def bootstrap_interval(
@@ -280,14 +243,13 @@ def bootstrap_interval(
 
     Raises:
         DataError: If fewer than `minimum_dates` are defined, or one is infinite.
-        UsageError: If the level, the horizon or num_resamples is out of range.
+        UsageError: If the level or the horizon is out of range.
 
     Source:
         F. Gotze, H. Kunsch, Second-order correctness of the blockwise bootstrap for stationary observations (1996); D.
         Politis, H. White, Automatic block-length selection for the dependent bootstrap (2004), corrected in 2009; P.
         Hall, On symmetric bootstrap confidence intervals (1988).
     """
-    check_counts(UsageError, 100, num_resamples=num_resamples)
     if not 0 < level < 1:
         raise UsageError(f"the level is {level}.", rule="a level lies between 0 and 1.", remedy="level=0.95 is usual")
     from arch import bootstrap as arch
@@ -295,7 +257,7 @@ def bootstrap_interval(
     values = _check_differences(differences, horizon)
     mean, (scale, _) = float(values.mean()), standard_error(values, horizon)
     if scale == 0:
-        return Interval(mean, mean, level, horizon, num_resamples)
+        return Interval(mean, mean, level, horizon)
     found = float(arch.optimal_block_length(values)["circular"].iloc[0])
     length = min(max(horizon, math.ceil(found)), len(values) // 8)
     num_blocks = len(values) // length
@@ -309,4 +271,33 @@ def bootstrap_interval(
 
     ratios = arch.CircularBlockBootstrap(length, values, seed=seed).apply(ratio, num_resamples)
     reach = float(np.quantile(ratios, level, method="higher")) * scale
-    return Interval(mean - reach, mean + reach, level, length, num_resamples)
+    return Interval(mean - reach, mean + reach, level, length)
+
+
+def sharpe(returns: ArrayLike, *, periods_per_year: float = 252) -> tuple[float, float]:
+    """Return the annual Sharpe ratio of returns of periods that do not overlap, and its standard error.
+
+    They are simple returns in excess of the risk-free rate, shape (n,), taken as uncorrelated; NaN are left out. The
+    error allows for their skew and kurtosis. Below 3 returns, or where all are equal, both are NaN.
+
+    Raises:
+        DataError: If a return is infinite.
+
+    Source: W. Sharpe, The Sharpe ratio (1994); the standard error is that of D. Bailey, M. Lopez de Prado, The Sharpe
+        ratio efficient frontier (2012), after E. Mertens (2002).
+    """
+    from scipy import stats
+
+    values = np.asarray(returns, np.float64).ravel()
+    values = values[~np.isnan(values)]
+    if np.isinf(values).any():
+        raise DataError(
+            f"{int(np.isinf(values).sum())} of {len(values)} returns are infinite.",
+            rule="a Sharpe ratio is taken over finite returns.",
+            remedy="check the prices behind them",
+        )
+    if len(values) < 3 or values.min() == values.max():
+        return math.nan, math.nan
+    ratio, year = float(values.mean() / values.std(ddof=1)), math.sqrt(periods_per_year)
+    variance = 1 - stats.skew(values) * ratio + (stats.kurtosis(values, fisher=False) - 1) / 4 * ratio**2
+    return ratio * year, math.sqrt(max(variance, 0.0) / (len(values) - 1)) * year

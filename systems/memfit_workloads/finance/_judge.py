@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,23 +10,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from numpy.lib.stride_tricks import sliding_window_view
-from pyarrow import feather
 
 from memfit.data import Panel
 from memfit.errors import DataError, UsageError
-from memfit.units import format_bytes
-from memfit_workloads.finance._backtest import BacktestInput, BacktestResult
+from memfit_workloads.finance._backtest import BacktestInput, BacktestResult, BacktestSummary
 from memfit_workloads.finance._checks import Finding, check_market
-from memfit_workloads.finance._controls import Controls, SweepRow, run_controls, sweep
+from memfit_workloads.finance._controls import Controls, run_controls, sweep
 from memfit_workloads.finance._days import evaluate_days, evaluate_folds, read_days, summarize_days
 from memfit_workloads.finance._decision import Decision, decide, decide_on_record, record_of
 from memfit_workloads.finance._gate import Verdict, judge
 from memfit_workloads.finance._inference import Summary, summarize
 from memfit_workloads.finance._matrices import Floats, Market, Scores, forward_returns, read_market, read_scores
 from memfit_workloads.finance._metrics import rank_ic
-from memfit_workloads.finance._report import beside, plain, write_backtest
+from memfit_workloads.finance._report import plain, write_backtest
 from memfit_workloads.finance._settings import JudgeSettings
-from memfit_workloads.finance._sharpe import deflated_sharpe
 
 #: Shares of the assets that are tried beside the one that was asked for, as multiples of it.
 _SWEEP = (0.5, 1.0, 2.0)
@@ -95,7 +89,7 @@ class Judged:
     verdict: Verdict
     days: pa.Table
     metrics: Mapping[str, Summary]
-    tried: tuple[SweepRow, ...]
+    tried: Mapping[float, BacktestSummary]
     by_date: pa.Table
     volatility: VolatilityCorrelation
 
@@ -192,65 +186,15 @@ def summarize_judged(judged: Judged) -> dict[str, Any]:
             "metrics": judged.metrics,
             "findings": judged.findings,
             "controls": judged.controls,
-            "tried": judged.tried,
-            "deflated_sharpe": _deflated(judged),
+            "tried": {f"{ratio:g}": summary for ratio, summary in judged.tried.items()},
             "volatility": judged.volatility,
         }
     )
     return found
 
 
-def _deflated(judged: Judged) -> float:
-    year = judged.result.settings.dates_per_year**0.5
-    trials = [row.summary.sharpe / year for row in judged.tried if math.isfinite(row.summary.sharpe)]
-    return deflated_sharpe(judged.result.days["net"].to_numpy(), trials) if trials else math.nan
-
-
-def write_report(file: Path, judged: Judged, *, facts: Mapping[str, Any]) -> tuple[Path, ...]:
-    """Write what scores came to into a JSON file, with the days and a plot beside it; gives their paths."""
+def write_judged(file: Path, judged: Judged, *, facts: Mapping[str, Any]) -> tuple[Path, ...]:
+    """Write what scores came to into a JSON file, with the days beside it; gives their paths."""
     facts = {**facts, "metrics": judged.metrics, "volatility": judged.volatility}
     parts = {"verdict": judged.verdict, "findings": judged.findings, "controls": judged.controls}
     return write_backtest(file, judged.result, days=judged.by_date, **parts, facts=facts)
-
-
-def write_judged(file: Path, judged: Judged, table: pa.Table, *, facts: Mapping[str, Any]) -> list[str]:
-    """Write the report, and the scores and the table of days beside it; gives the names of the files.
-
-    All are written aside first, and then renamed one after another, the JSON file last: where not all can be written,
-    those of an earlier backtest stay as they are.
-    """
-    aside = file.parent / f".{file.stem}.tmp"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
-        aside.mkdir()
-        tables = {
-            beside(aside / file.name, "scores.feather"): table,
-            beside(aside / file.name, "days.feather"): judged.days,
-        }
-        for path, content in tables.items():
-            feather.write_feather(content, str(path), compression="zstd")
-        names = [path.name for path in (*tables, *write_report(aside / file.name, judged, facts=facts))]
-        for name in names:
-            (aside / name).replace(file.parent / name)
-    except OSError as error:
-        raise _unwritten(file, error) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    picture = file.with_suffix(".png")
-    if picture.name not in names:
-        picture.unlink(missing_ok=True)  # one of an earlier backtest would not belong to these numbers
-    return names
-
-
-def _unwritten(file: Path, error: OSError) -> DataError:
-    reason = os.strerror(error.errno) if error.errno else str(error)
-    try:
-        room = f"{format_bytes(shutil.disk_usage(file.parent).free)} is free in {file.parent}"
-    except OSError:
-        room = f"they go into {file.parent}"
-    return DataError(
-        f"{file} and the files beside it could not be written: {reason}.",
-        rule=f"{room}; what stood there before is as it was.",
-        remedy="free space there, let the folder be written to, or name another --output; then run it again",
-    )

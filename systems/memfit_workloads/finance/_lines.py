@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from memfit_workloads.finance._decision import Decision
@@ -36,8 +36,6 @@ def judged_lines(found: Mapping[str, Any], detail: Detail = "WARNING") -> Iterat
     for name, one in metrics.items():
         error = _number(one["standard_error"], signed=False)
         yield f"{name:<24}{_number(one['mean']):>9}{error:>9}{one['num_dates']:>7}"
-    if (deflated := found["deflated_sharpe"]) is not None:
-        yield f"probability that the true Sharpe ratio is above 0, after the shares tried below: {deflated:.2f}"
     if len(found["tried"]) > 1:
         yield from _tried_lines(found["tried"])
     if (volatility := found["volatility"])["warns"]:
@@ -58,13 +56,12 @@ def _number_lines(summary: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _tried_lines(tried: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _tried_lines(tried: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield f"{'k_ratio':>7}{'held':>7}{'annual return':>15}{'before costs':>14}{'sharpe':>9}"
-    for row in tried:
-        summary = row["summary"]
+    for ratio, summary in tried.items():
         figures = (summary["annual_return"], summary["annual_return_gross"])
         net, gross = ["-" if value is None else f"{value:+.2%}" for value in figures]
-        yield f"{row['k_ratio']:>7g}{row['mean_held']:>7.1f}{net:>15}{gross:>14}{_number(summary['sharpe']):>9}"
+        yield f"{ratio:>7}{summary['mean_held']:>7.1f}{net:>15}{gross:>14}{_number(summary['sharpe']):>9}"
 
 
 def decision_lines(decision: Decision, second: Decision | None, baseline: str) -> Iterator[str]:

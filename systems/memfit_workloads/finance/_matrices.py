@@ -116,7 +116,7 @@ def read_scores(table: pa.Table) -> Scores:
     scores, again = matrices(table, names)
     if len(again):
         raise DataError(
-            f"{len(again)} pairs of date and code come more than once, first {_place(table, again[0], ', ')}.",
+            f"{len(again)} pairs of date and code come more than once, first {_places(table, again[:1])[0]}.",
             rule="a table of scores has one row per date and asset.",
             remedy="keep one row of each; scores of several folds for one date are evaluated fold by fold",
         )
@@ -132,8 +132,9 @@ def read_scores(table: pa.Table) -> Scores:
     return scores
 
 
-def _place(table: pa.Table, row: int, between: str) -> str:
-    return f"{as_days(table.column('date')[row : row + 1])[0]}{between}{table.column('code')[row]}"
+def _places(table: pa.Table, rows: NDArray[np.int64]) -> list[str]:
+    some = table.select(["date", "code"]).take(rows)
+    return [f"{day} {code}" for day, code in zip(as_days(some["date"]), some["code"].to_pylist(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Market:
             delivered.
         features: What a model sees on each date, by name, each of shape (D, A).
         targets: Forward simple returns by horizon in dates, each of shape (D, A).
-        duplicates: The first few of ``num_duplicates`` rows that came more than once, as text.
+        duplicates: Rows whose date and code came before, as text.
     """
 
     dates: NDArray[np.datetime64]
@@ -156,7 +157,6 @@ class Market:
     features: Mapping[str, Floats] = field(default_factory=dict)
     targets: Mapping[int, Floats] = field(default_factory=dict)
     duplicates: tuple[str, ...] = ()
-    num_duplicates: int = 0
 
     def __post_init__(self) -> None:
         targets = {f"target_h{horizon}": values for horizon, values in self.targets.items()}
@@ -186,15 +186,14 @@ def read_market(prices: pa.Table, *others: pa.Table) -> Market:
     Raises:
         DataError: If ``date``, ``code`` or ``close`` is missing, or a date or code is null.
     """
-    parts, duplicates, num_duplicates = [], list[str](), 0
+    parts, duplicates = [], list[str]()
     for number, table in enumerate((prices, *others)):
         names = [one.name for one in table.schema if _is_number(one.type) and one.name not in ("date", "code")]
         if number == 0 and "close" not in names:
             names.append("close")
         part, again = matrices(table, [one for one in names if not one.startswith("score_h")], f"table {number}")
         parts.append(part)
-        num_duplicates += len(again)
-        duplicates += [_place(table, row, " ") for row in again[:MAX_PLACES]]
+        duplicates += _places(table, again)
     found = dict(parts[0].values)
     for part in parts[1:]:
         found |= part.on(parts[0].dates, parts[0].codes)
@@ -206,8 +205,7 @@ def read_market(prices: pa.Table, *others: pa.Table) -> Market:
         volumes=found.pop("volume", None),
         targets={horizon: found.pop(name) for name, horizon in targets.items()},
         features=found,
-        duplicates=tuple(duplicates[:MAX_PLACES]),
-        num_duplicates=num_duplicates,
+        duplicates=tuple(duplicates),
     )
 
 

@@ -56,11 +56,16 @@ def precision_at_k(
     Raises:
         UsageError: If not exactly one of k and k_ratio is given, or it is out of range.
     """
-    sizes_of = _sizes(k, k_ratio)
+    if (k is None) == (k_ratio is None) or not (k is None or k >= 1) or not (k_ratio is None or 0 < k_ratio <= 1):
+        raise UsageError(
+            f"k is {k} and k_ratio {k_ratio}.",
+            rule="exactly one of them says how many assets are selected: k from 1, or k_ratio above 0 and at most 1.",
+            remedy="give k=50 for fifty assets, or k_ratio=0.1 for a tenth of those that are eligible",
+        )
 
     def block(score: NDArray[Any], target: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.float64]:
         num = common.sum(axis=1)
-        sizes = sizes_of(num)
+        sizes = np.full(len(num), k) if k_ratio is None else np.maximum(1, np.floor(k_ratio * num + 0.5)).astype(int)
         selected = _by_rank(score, common, np.arange(score.shape[1]) < sizes[:, None])
         hits = (selected * (common & (target > 0))).sum(axis=1)
         return divide(hits, sizes, num >= sizes)
@@ -76,34 +81,6 @@ def positive_rate(scores: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
         return divide((common & (target > 0)).sum(axis=1), num, num > 0)
 
     return _by_date("positive_rate", scores, targets, block)
-
-
-def ndcg_at_k(
-    scores: ArrayLike, targets: ArrayLike, *, k: int | None = None, k_ratio: float | None = None
-) -> NDArray[np.float64]:
-    """Return the normalised discounted cumulative gain of each date's k best-scored assets, from 0 to 1.
-
-    An asset's gain is its target's average rank within the date, scaled from 0 to 1. The discount of place i, from 1,
-    is ``1 / log2(i + 1)``, and 0 beyond k. The sum is divided by that of the best order. It is not 0 for random scores.
-    k, k_ratio and what is raised are as for `precision_at_k`; fewer than max(k, 2) eligible assets give NaN.
-
-    Source: K. Jarvelin, J. Kekalainen, Cumulated gain-based evaluation of IR techniques (2002); F. McSherry, M. Najork,
-        Computing information retrieval performance measures efficiently in the presence of tied scores (2008).
-    """
-    sizes_of = _sizes(k, k_ratio)
-
-    def block(score: NDArray[Any], target: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.float64]:
-        num = common.sum(axis=1)
-        sizes = sizes_of(num)
-        place = np.arange(score.shape[1])
-        discount = np.where(place < sizes[:, None], 1 / np.log2(place + 2), 0.0)
-        gain = (_average_ranks(target, common) - 1) / np.maximum(num - 1, 1)[:, None]
-        gain = np.where(common, gain, 0.0)
-        found = (_by_rank(score, common, discount) * gain).sum(axis=1)
-        best = (_by_rank(target, common, discount) * gain).sum(axis=1)
-        return divide(found, best, num >= np.maximum(sizes, 2))
-
-    return _by_date("ndcg_at_k", scores, targets, block)
 
 
 def quantile_spread(scores: ArrayLike, targets: ArrayLike, *, num_quantiles: int = 5) -> NDArray[np.float64]:
@@ -138,19 +115,6 @@ def quantile_spread(scores: ArrayLike, targets: ArrayLike, *, num_quantiles: int
 def _by_rank(scores: NDArray[Any], common: NDArray[np.bool_], weights: NDArray[Any]) -> NDArray[np.float64]:
     """Return the weight of each cell's place from the best score down; 0 where it is not common; all (D, A)."""
     return np.where(common, _share_ties(np.where(common, -scores, np.nan), weights), 0.0)
-
-
-def _sizes(k: int | None, k_ratio: float | None) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
-    """Return what gives the number of assets to select on dates with so many eligible ones; both of shape (D,)."""
-    if k is not None and k_ratio is None and k >= 1:
-        return lambda num: np.full(len(num), k, np.int64)
-    if k is None and k_ratio is not None and 0 < k_ratio <= 1:
-        return lambda num: np.maximum(1, np.floor(k_ratio * num + 0.5)).astype(np.int64)
-    raise UsageError(
-        f"k is {k} and k_ratio {k_ratio}.",
-        rule="exactly one of them says how many assets are selected: k from 1, or k_ratio above 0 and at most 1.",
-        remedy="give k=50 for fifty assets, or k_ratio=0.1 for a tenth of those that are eligible",
-    )
 
 
 def _by_date(name: str, scores: ArrayLike, targets: ArrayLike, metric: _Block) -> NDArray[np.float64]:

@@ -1,42 +1,34 @@
-"""A backtest as files: ``backtest.json``, ``days.csv`` and ``backtest.png``, by matplotlib without its global state."""
+"""A backtest as files: ``backtest.json`` and ``days.csv``."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import re
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.csv
-from numpy.typing import NDArray
 
 from memfit.config import to_plain
-from memfit.errors import DataError, MissingExtraError
-from memfit.files import read_json, write_atomic
+from memfit.errors import DataError
+from memfit.files import read_json, replacing, write_atomic
 from memfit_workloads.finance._backtest import BacktestResult
 
 REPORT_FILE = "backtest.json"
-_BLUE, _LIGHT, _GREY, _RED = "#1f5fa8", "#8fb8de", "#777777", "#b03a2e"
-_KIND = {"kind": "memfit.backtest", "schema_version": 2}
+_KIND = {"kind": "memfit.backtest", "schema_version": 3}
 
 
 def write_backtest(
     path: Path, result: BacktestResult, *, days: pa.Table | None = None, **facts: Any
-) -> tuple[Path, ...]:
-    """Write a backtest as a JSON file with others beside it, each aside and then renamed; gives the files written.
+) -> tuple[Path, Path]:
+    """Write a backtest as a CSV file of its days and a JSON file, each aside and then renamed; gives their paths.
 
     The JSON file comes last; it holds settings, summary and facts, with null for what is undefined. Beside
-    ``backtest.json``, which is meant where ``path`` is a folder, lie ``days.csv`` and ``backtest.png``; beside
-    ``other.json`` they are named ``other_days.csv`` and ``other.png``. The columns of the day table ``days`` go into
-    ``days.csv``, its rank IC into the picture. Without matplotlib there is no picture, and a line on standard error
-    says so.
+    ``backtest.json``, which is meant where ``path`` is a folder, lies ``days.csv``; beside ``other.json``
+    ``other_days.csv``. The columns of the day table ``days`` go into it.
 
     Raises:
         DataError: If the day table has a date twice.
@@ -44,18 +36,13 @@ def write_backtest(
     """
     file = path if path.suffix == ".json" else path / REPORT_FILE
     file.parent.mkdir(parents=True, exist_ok=True)
-    paths = [beside(file, "days.csv")]
-    write_atomic(paths[0], _csv(_joined(result.days, days)))
-    picture, verdict = file.with_suffix(".png"), facts.get("verdict")
-    try:
-        write_atomic(picture, plot_backtest(result, days=days, verdict=verdict.colour if verdict else None))
-        paths.append(picture)
-    except MissingExtraError as error:
-        print(f"no {picture.name}: {error.what} {error.remedy}", file=sys.stderr)
-        picture.unlink(missing_ok=True)  # one of an earlier backtest would not belong to these numbers
-    content = {"settings": result.settings, "summary": result.summary, **facts, "files": [one.name for one in paths]}
+    beside_it = beside(file, "days.csv")
+    with replacing(beside_it) as aside:
+        options = pyarrow.csv.WriteOptions(quoting_style="needed")
+        pyarrow.csv.write_csv(_joined(result.days, days), str(aside), options)
+    content = {"settings": result.settings, "summary": result.summary, **facts, "files": [beside_it.name]}
     write_atomic(file, json.dumps(plain(_KIND | content), indent=2, allow_nan=False) + "\n")
-    return (*paths, file)
+    return beside_it, file
 
 
 def read_backtest(path: Path) -> dict[str, Any]:
@@ -106,93 +93,3 @@ def _joined(days: pa.Table, evaluated: pa.Table | None) -> pa.Table:
     theirs = evaluated.select(new).append_column("date", dates)
     ours = days.set_column(0, "date", days["date"].cast(pa.date32()))
     return ours.join(theirs, "date").sort_by("date")
-
-
-def _csv(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    pyarrow.csv.write_csv(table, sink, pyarrow.csv.WriteOptions(quoting_style="needed"))
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
-
-
-def plot_backtest(result: BacktestResult, *, days: pa.Table | None, verdict: str | None = None) -> bytes:
-    """Return a PNG of equity and drawdown against the universe, and of the rank IC where ``days`` have one."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError.of("matplotlib", "plots", "the picture of a backtest") from error
-    ic = None if days is None else _rank_ic(days, result.settings.horizon)
-    heights = [3.0, 1.6] + ([1.8] if ic is not None else [])
-    figure = Figure(figsize=(12.0, 1.6 * sum(heights)), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(_title(result, verdict), fontsize=12)
-    rows = figure.subplots(len(heights), sharex=True, height_ratios=heights)
-    _draw_equity(rows, result)
-    if ic is not None:
-        dates, values, horizon = ic
-        known = np.isfinite(values)
-        mean = values[known].mean() if known.any() else np.nan
-        rows[2].plot(dates, np.cumsum(np.where(known, values, 0.0)), color=_BLUE, linewidth=1.4)
-        rows[2].axhline(0, color="black", linewidth=0.6)
-        title = f"Cumulative rank IC, {horizon}-date returns (mean {mean:+.3f}, n = {known.sum()})"
-        rows[2].set(ylabel="sum of daily rank ICs", title=title)
-    for axes in rows:
-        locator = AutoDateLocator(minticks=3, maxticks=8)  # type: ignore[no-untyped-call]
-        axes.xaxis.set_major_locator(locator)
-        axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
-        axes.grid(color="#dddddd", linewidth=0.6)
-        axes.margins(x=0.01)
-    sink = io.BytesIO()
-    figure.savefig(sink, format="png")
-    return sink.getvalue()
-
-
-def _draw_equity(rows: Any, result: BacktestResult) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    dates, net, universe, below = (
-        result.days[name].to_numpy() for name in ("date", "equity", "equity_benchmark", "drawdown")
-    )
-    gross, is_long = np.cumprod(1.0 + result.days["gross"].to_numpy()), result.settings.side == "long"
-    rows[0].plot(dates, gross, color=_LIGHT, linewidth=1.2, label="before costs")
-    rows[0].plot(dates, net, color=_BLUE, linewidth=1.6, label="after costs")
-    rows[1].fill_between(dates, 100 * below, 0, color=_RED, alpha=0.35, linewidth=0, label="after costs")
-    if is_long:
-        depth = universe / np.maximum.accumulate(np.maximum(universe, 1.0)) - 1.0
-        rows[0].plot(dates, universe, color=_GREY, linewidth=1.2, label="universe")
-        rows[1].plot(dates, 100 * depth, color=_GREY, linewidth=1.0, label="universe")
-    lines = np.concatenate([gross, net, universe])
-    if len(lines) and lines.min() > 0 and lines.max() / lines.min() > 3:
-        rows[0].set_yscale("log")
-        rows[0].yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        rows[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        rows[0].yaxis.set_minor_formatter(NullFormatter())
-    rows[0].set(ylabel="equity (start = 1)", title="Equity")
-    rows[1].set(ylabel="below the last high (%)", title="Drawdown")
-    for axes in rows[:2]:
-        axes.legend(frameon=False, fontsize=9)
-
-
-def _title(result: BacktestResult, verdict: str | None) -> str:
-    settings, summary = result.settings, result.summary
-    return (
-        f"Backtest {summary.start} to {summary.end}" + (f": {verdict}" if verdict else "") + "\n"
-        f"{settings.side.replace('_', ' and ')}, best {settings.k_ratio:.0%} (at least {settings.k_min}), held "
-        f"{settings.horizon} dates, {settings.cost_bps:g} bp per trade\n"
-        f"net {summary.annual_return:+.1%} a year, universe {summary.annual_benchmark:+.1%}; Sharpe "
-        f"{summary.sharpe:.2f} ± {summary.sharpe_error:.2f} (n = {summary.num_dates}); deepest drawdown "
-        f"{summary.max_drawdown:.1%}"
-    )
-
-
-def _rank_ic(days: pa.Table, horizon: int) -> tuple[NDArray[Any], NDArray[np.float64], int] | None:
-    """Dates, rank ICs and the horizon that they are of: the backtest's, else the first one of the table."""
-    of_horizon = {int(match[1]): name for name in days.column_names if (match := re.fullmatch(r"h(\d+)_rank_ic", name))}
-    if not of_horizon:
-        return None
-    horizon = horizon if horizon in of_horizon else next(iter(of_horizon))
-    days = days.sort_by("date")
-    values = days[of_horizon[horizon]].cast(pa.float64()).to_numpy(zero_copy_only=False)
-    return days["date"].to_numpy().astype("datetime64[D]"), values, horizon

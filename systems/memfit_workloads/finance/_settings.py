@@ -13,7 +13,7 @@ from memfit_workloads.finance._backtest import BacktestSettings
 from memfit_workloads.finance._checks import QualitySettings
 from memfit_workloads.finance._gate import GateSettings
 
-_METRIC = r"^h[1-9]\d*_(rank_ic|p_at_k_pos|delta_p_at_k_pos|ndcg_at_k|spread)$"
+_METRIC = r"^h[1-9]\d*_(rank_ic|p_at_k_pos|delta_p_at_k_pos|spread)$"
 
 
 class DecisionSettings(Settings):
@@ -68,6 +68,11 @@ class JudgeSettings(Settings):
                     remedy=f"--set params.backtest.horizon={known[0]}, or train that horizon too",
                 )
         return self
+
+    @property
+    def period(self) -> str:
+        """The dates that are judged, in words."""
+        return f"from {self.start_date or 'the first'} to {self.end_date or 'the last'}"
 
     @property
     def metric(self) -> str:

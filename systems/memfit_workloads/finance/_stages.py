@@ -7,7 +7,7 @@ saves checkpoints (``context.save``) that say what `provenance` gives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from memfit.rundir import phase
 from memfit_workloads.finance._blend import Score, blend, check_related, check_scores, join_scores
 from memfit_workloads.finance._days import read_days
 from memfit_workloads.finance._inference import summarize
-from memfit_workloads.finance._judge import decide_on, judge_scores, summarize_judged, write_report
+from memfit_workloads.finance._judge import Judged, decide_on, judge_scores, summarize_judged, write_judged
 from memfit_workloads.finance._lines import decision_lines, judged_lines
 from memfit_workloads.finance._matrices import read_scores
 from memfit_workloads.finance._metrics import rank_ic
@@ -62,31 +62,13 @@ def stages(
         reads: The settings that these two read.
         check: Refuses params with which scores cannot be judged, before the first job.
     """
+    judging = Judging(score, market)
+    scored: dict[str, Any] = {"needs": ("prepare", "blend"), "check": check}
+    folds: dict[str, Any] = {"needs": ("prepare", "fold"), "each": "fold in prepare.folds"}
     return (
-        Stage(
-            "blend",
-            partial(_blend, score),
-            needs=("prepare", "fold"),
-            each="fold in prepare.folds",
-            reads=(*reads, "blend"),
-            check=check,
-        ),
-        Stage(
-            "health",
-            partial(_health, market),
-            needs=("prepare", "blend"),
-            holds="fold",
-            reads=(*reads, *_JUDGING, "on_yellow"),
-            check=check,
-        ),
-        Stage(
-            "backtest",
-            partial(_backtest, market),
-            needs=("prepare", "blend"),
-            after=("health",),
-            reads=(*reads, *_JUDGING),
-            check=check,
-        ),
+        Stage("blend", judging.blend, reads=(*reads, "blend"), check=check, **folds),
+        Stage("health", judging.health, holds="fold", reads=(*reads, *_JUDGING, "on_yellow"), **scored),
+        Stage("backtest", judging.backtest, after=("health",), reads=(*reads, *_JUDGING), **scored),
         Stage("decision", _decide, needs=("backtest",), reads=("backtest", "decision")),
     )
 
@@ -105,26 +87,88 @@ def fingerprint(params: JudgeSettings) -> str:
     return config.fingerprint(read_days(Path(baseline)).to_pydict())
 
 
-def _blend(score: Score, context: Context, params: Any) -> dict[str, Any]:
-    """A fold's average, its scores on the fold's test dates, and their rank IC at each horizon.
+@dataclass(frozen=True)
+class Judging:
+    """How a workload's folds are judged: its functions that give scores and raw market, as `stages` has them."""
 
-    Beside it stands that of the newest checkpoint alone: an average that is worse was taken over epochs before the
-    training had settled. Nothing is chosen by that, for these are test dates.
-    """
-    phase("load")
-    panel, _, dates = fold_of(context)
-    fold, checkpoint = context["fold"], context.dir / "blended.pt"
-    sources = blend(fold, params.blend, checkpoint)
-    trained = read_provenance(checkpoint)
-    check_related({checkpoint: trained}, panel)
-    dates = dates[trained.scorable(panel)[dates]]
-    phase("score")
-    table = check_scores(score(panel, dates, checkpoint, params))
-    context.save("blended", checkpoint)
-    context.save("scores", table)
-    found = {"sources": sources, "num_dates": len(dates), **_rank_ics(table, "")}
-    newest = fold.dir / "latest"
-    return found | (_rank_ics(score(panel, dates, newest, params), "newest_") if newest.exists() else {})
+    score: Score
+    market: MarketOf | None
+
+    def blend(self, context: Context, params: Any) -> dict[str, Any]:
+        """A fold's average, its scores on the fold's test dates, and their rank IC at each horizon.
+
+        Beside it stands that of the newest checkpoint alone: an average that is worse was taken over epochs before the
+        training had settled. Nothing is chosen by that, for these are test dates.
+        """
+        phase("load")
+        panel, _, dates = fold_of(context)
+        fold, checkpoint = context["fold"], context.dir / "blended.pt"
+        sources = blend(fold, params.blend, checkpoint)
+        trained = read_provenance(checkpoint)
+        check_related({checkpoint: trained}, panel)
+        dates = dates[trained.scorable(panel)[dates]]
+        phase("score")
+        table = check_scores(self.score(panel, dates, checkpoint, params))
+        context.save("blended", checkpoint)
+        context.save("scores", table)
+        found = {"sources": sources, "num_dates": len(dates), **_rank_ics(table, "")}
+        if (newest := fold.dir / "latest").exists():
+            found |= _rank_ics(self.score(panel, dates, newest, params), "newest_")
+        return found
+
+    def health(self, context: Context, params: JudgeSettings) -> dict[str, Any]:
+        """The first fold, backtested on its test dates, and what the gate says."""
+        (first,) = context.units("blend")
+        if not len(_in_period(first.table("scores"), params)):
+            start, end = str(params.start_date or ""), str(params.end_date or "9999")
+            folds = context["prepare"].result["folds"]
+            if not any(one["first_test_date"][:10] <= end and one["last_test_date"][:10] >= start for one in folds):
+                raise _no_dates(folds, params)
+            return {"report": [f"gate: not asked. Fold {first.unit['fold']} has no date {params.period}."]}
+        found = self._judged(context, params, [first])
+        verdict = found["verdict"]
+        found["report"] = [_blend_line(first, params), *found["report"]]
+        if verdict["knobs"]:
+            halved, doubled = (params.backtest.k_ratio * times for times in (0.5, 2.0))
+            found["report"].append(
+                f"try it on the first fold: memfit run --param k={halved:g},{min(doubled, 1.0):g} -- "
+                "memfit run CONFIG --until health --set params.backtest.k_ratio={k}"
+            )
+        colour = verdict["colour"]
+        if colour == "red" or (colour == "yellow" and params.on_yellow == "stop"):
+            reasons = [f"{one['name']}: {one['text']}" for one in verdict["reasons"] if one["colour"] == colour]
+            raise Stop(f"the gate is {colour}: {'; '.join(reasons)}", exit_code=GATE_EXIT_CODES[colour], result=found)
+        return found
+
+    def backtest(self, context: Context, params: JudgeSettings) -> dict[str, Any]:
+        """The scores of all folds, traded."""
+        found = self._judged(context, params, context.units("blend"))
+        head = f"{found['num_folds']} folds, each date scored by models that did not see it"
+        return found | {"report": [head, *found["report"]]}
+
+    def _judged(self, context: Context, params: JudgeSettings, blends: Sequence[Output]) -> dict[str, Any]:
+        """What the scores of some folds came to, its tables and files saved."""
+        phase("load")
+        tables = {one.unit["fold"]: _in_period(one.table("scores"), params) for one in blends}
+        tables = {fold: table for fold, table in tables.items() if len(table)}
+        if not tables:
+            raise _no_dates(context["prepare"].result["folds"], params)
+        phase("backtest")
+        table, judged = self.judge(tables, context["prepare"], params)
+        context.save("scores", table)
+        context.save("days", judged.days)
+        folds = [{"fold": one.unit["fold"], **one.result} for one in blends if one.unit["fold"] in tables]
+        facts = {"panel": context["prepare"].panel().fingerprint, "folds": folds}
+        for path in write_judged(context.dir / "backtest.json", judged, facts=facts):
+            context.save(path.name.replace(".", "_"), path)
+        found = summarize_judged(judged)
+        return found | {"num_folds": len(folds), "report": list(judged_lines(found))}
+
+    def judge(self, tables: Mapping[int, pa.Table], prepared: Output, params: JudgeSettings) -> tuple[pa.Table, Judged]:
+        """Judge the scores of some folds on the prepared panel; gives them as one table, and what they came to."""
+        panel, table, data = prepared.panel(), join_scores(tables), prepared.facts["parts"].get("data", "")
+        market = self.market(panel, params) if self.market else None
+        return table, judge_scores(tables, table, panel, market, params, data=data)
 
 
 def _rank_ics(table: pa.Table, prefix: str) -> dict[str, float | None]:
@@ -132,32 +176,6 @@ def _rank_ics(table: pa.Table, prefix: str) -> dict[str, float | None]:
     for horizon in scores.horizons:
         mean = summarize(rank_ic(scores.of(f"score_h{horizon}"), scores.of(f"target_h{horizon}"))).mean
         found[f"{prefix}h{horizon}_rank_ic"] = None if np.isnan(mean) else mean
-    return found
-
-
-def _health(market: MarketOf | None, context: Context, params: JudgeSettings) -> dict[str, Any]:
-    """The first fold, backtested on its test dates, and what the gate says."""
-    (first,) = context.units("blend")
-    fold = first.unit["fold"]
-    if not len(in_period(first.table("scores"), params)):
-        start, end = str(params.start_date or ""), str(params.end_date or "9999")
-        folds = context["prepare"].result["folds"]
-        if not any(one["first_test_date"][:10] <= end and one["last_test_date"][:10] >= start for one in folds):
-            raise _no_dates(folds, params)
-        return {"report": [f"gate: not asked. Fold {fold} has no date {period_text(params)}."]}
-    found = _judged(market, context, params, [first])
-    verdict = found["verdict"]
-    found["report"] = [_blend_line(first, params), *found["report"]]
-    if verdict["knobs"]:
-        halved, doubled = (params.backtest.k_ratio * times for times in (0.5, 2.0))
-        found["report"].append(
-            f"try it on the first fold: memfit run --param k={halved:g},{min(doubled, 1.0):g} -- "
-            "memfit run CONFIG --until health --set params.backtest.k_ratio={k}"
-        )
-    if verdict["colour"] == "red" or (verdict["colour"] == "yellow" and params.on_yellow == "stop"):
-        reasons = [f"{one['name']}: {one['text']}" for one in verdict["reasons"] if one["colour"] == verdict["colour"]]
-        why = f"the gate is {verdict['colour']}: {'; '.join(reasons)}"
-        raise Stop(why, exit_code=GATE_EXIT_CODES[verdict["colour"]], result=found)
     return found
 
 
@@ -170,38 +188,7 @@ def _blend_line(output: Output, params: JudgeSettings) -> str:
     return f"{text}: rank IC {blended:+.4f}, of the newest checkpoint alone {newest:+.4f}"
 
 
-def _backtest(market: MarketOf | None, context: Context, params: JudgeSettings) -> dict[str, Any]:
-    found = _judged(market, context, params, context.units("blend"))
-    return found | {
-        "report": [f"{found['num_folds']} folds, each date scored by models that did not see it", *found["report"]]
-    }
-
-
-def _judged(
-    market: MarketOf | None, context: Context, params: JudgeSettings, blends: Sequence[Output]
-) -> dict[str, Any]:
-    """What the scores of some folds came to, its tables and files saved."""
-    phase("load")
-    prepared = context["prepare"]
-    panel, data = prepared.panel(), prepared.facts["parts"].get("data", "")
-    tables = {one.unit["fold"]: in_period(one.table("scores"), params) for one in blends}
-    tables = {fold: table for fold, table in tables.items() if len(table)}
-    if not tables:
-        raise _no_dates(context["prepare"].result["folds"], params)
-    phase("backtest")
-    table = join_scores(tables)
-    judged = judge_scores(tables, table, panel, market(panel, params) if market else None, params, data=data)
-    context.save("scores", table)
-    context.save("days", judged.days)
-    folds = [{"fold": one.unit["fold"], **one.result} for one in blends if one.unit["fold"] in tables]
-    facts = {"panel": panel.fingerprint, "folds": folds}
-    for path in write_report(context.dir / "backtest.json", judged, facts=facts):
-        context.save(path.name.replace(".", "_"), path)
-    found = summarize_judged(judged)
-    return found | {"num_folds": len(folds), "report": list(judged_lines(found))}
-
-
-def in_period(table: pa.Table, params: JudgeSettings) -> pa.Table:
+def _in_period(table: pa.Table, params: JudgeSettings) -> pa.Table:
     """The rows of the dates that the settings choose, both ends included."""
     for compare, limit in ((pc.greater_equal, params.start_date), (pc.less_equal, params.end_date)):
         if limit is not None:
@@ -209,13 +196,9 @@ def in_period(table: pa.Table, params: JudgeSettings) -> pa.Table:
     return table
 
 
-def period_text(params: JudgeSettings) -> str:
-    return f"from {params.start_date or 'the first'} to {params.end_date or 'the last'}"
-
-
 def _no_dates(folds: Sequence[Mapping[str, Any]], params: JudgeSettings) -> UsageError:
     return UsageError(
-        f"no fold tests a date {period_text(params)}.",
+        f"no fold tests a date {params.period}.",
         rule=f"the folds test {min(one['first_test_date'] for one in folds)[:10]} to "
         f"{max(one['last_test_date'] for one in folds)[:10]}, and what is judged are their test dates.",
         remedy="choose another period: --set params.start_date=... --set params.end_date=...",
@@ -227,12 +210,12 @@ def _decide(context: Context, params: JudgeSettings) -> dict[str, Any]:
     name, baseline = f"{run.parent.name}/{run.name}", params.decision.baseline
     try:
         decision, second = decide_on(context["backtest"].table("days"), params, name=name)
-    except OSError as error:  # of the record
-        why = f"{error}. The comparison was not counted: name a folder for records in XDG_STATE_HOME, and run it again."
-        return {"no_decision": why, "report": [f"decision: none. {why}"]}
-    except (DataError, UsageError) as error:  # too few dates, or a baseline of other assets: the rest stands
-        why = f"{error.what} {error.remedy}."
-        return {"no_decision": why, "report": [f"decision: none. {why}"]}
+    except (OSError, DataError, UsageError) as error:  # the rest stands
+        if isinstance(error, OSError):
+            why = f"{error}. The comparison was not counted: name a folder for records in XDG_STATE_HOME"
+        else:  # too few dates, or a baseline of other assets
+            why = f"{error.what} {error.remedy}"
+        return {"no_decision": f"{why}.", "report": [f"decision: none. {why}."]}
     found = {"a": name, "b": baseline, **decision.to_dict()}
     if second:  # its figures, and no verdict: it is no comparison on record
         found["beside"] = {one: value for one, value in second.to_dict().items() if one != "verdict"}

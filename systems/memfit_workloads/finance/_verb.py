@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,17 +10,20 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
+from pyarrow import feather
 
 from memfit import config as settings_of
 from memfit.errors import UsageError
+from memfit.files import replacing
 from memfit.jobs import load_target
 from memfit.pipeline import RunConfig, Workload, call_alone, context_of
 from memfit_workloads._average import expand_files
-from memfit_workloads.finance._blend import join_scores, score_out_of_fold
-from memfit_workloads.finance._judge import judge_scores, summarize_judged, write_judged
+from memfit_workloads.finance._blend import score_out_of_fold
+from memfit_workloads.finance._judge import summarize_judged, write_judged
 from memfit_workloads.finance._lines import judged_lines
+from memfit_workloads.finance._report import beside
 from memfit_workloads.finance._settings import JudgeSettings
-from memfit_workloads.finance._stages import GATE_EXIT_CODES, period_text
+from memfit_workloads.finance._stages import GATE_EXIT_CODES, Judging
 
 
 def backtest(  # noqa: PLR0913 - one each for what is judged, when and where it goes
@@ -35,7 +37,7 @@ def backtest(  # noqa: PLR0913 - one each for what is judged, when and where it 
     end_date: Annotated[str | None, typer.Option(help="The last date, included.", metavar="YYYY-MM-DD")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="A JSON file; days, scores and a plot go beside it.", metavar="FILE"),
+        typer.Option(help="A JSON file; days and scores go beside it.", metavar="FILE"),
     ] = None,
     gate: Annotated[
         bool, typer.Option("--gate", help="End with the gate's exit code: 0 green, 10 yellow, 11 red.")
@@ -94,22 +96,19 @@ def _check_output(output: Path) -> None:
     if output.suffix != ".json":
         raise UsageError(
             f"--output {output} is no JSON file.",
-            rule="the result is a JSON file; scores, days and a plot are named after it.",
+            rule="the result is a JSON file; scores and days are named after it.",
             remedy=f"write --output {output.with_suffix('.json')}",
         )
     output.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(output.parent, os.W_OK | os.X_OK):
-        raise UsageError(
-            f"no file can be made in {output.parent}.",
-            rule="the folder of --output takes five files: it is asked for before anything is scored.",
-            remedy="let it be written to, or name another --output",
-        )
 
 
 def judge_checkpoints(target: str, resolved: str, checkpoints: Sequence[str], output: str | None) -> dict[str, Any]:
     """Judge checkpoints on the dates that their models may score; ``resolved`` is the config."""
     workload = load_target(target)
-    if not isinstance(workload, Workload) or not issubclass(workload.params, JudgeSettings):
+    stages = workload.stages if isinstance(workload, Workload) else ()
+    owners = (getattr(stage.run, "__self__", None) for stage in stages)
+    judging = next((one for one in owners if isinstance(one, Judging)), None)
+    if judging is None:
         raise UsageError(
             f"the workload {target} gives no scores.",
             rule="a backtest trades the scores of a workload with the stages of memfit_workloads.finance.",
@@ -119,20 +118,24 @@ def judge_checkpoints(target: str, resolved: str, checkpoints: Sequence[str], ou
     params: JudgeSettings = settings_of.resolve_nested(whole, "params", workload.params).value
     with tempfile.TemporaryDirectory(prefix="memfit-backtest-") as folder:
         prepared = context_of(target, whole, "fold", Path(folder))[0]["prepare"]
-        panel, data = prepared.panel(), prepared.facts["parts"].get("data", "")
-    day = np.asarray(panel.dates).astype("datetime64[D]")
-    first, last = params.start_date or day[0], params.end_date or day[-1]
-    dates = np.flatnonzero((day >= np.datetime64(first, "D")) & (day <= np.datetime64(last, "D")))
-    if not len(dates):
-        raise UsageError(
-            f"no date {period_text(params)} can be judged.",
-            rule=f"the panel has the dates {day[0]} to {day[-1]}.",
-            remedy="choose another --start-date and --end-date",
-        )
-    (score,), (market,) = workload.stage("blend").run.args, workload.stage("health").run.args  # type: ignore[union-attr]
-    tables, folds = score_out_of_fold(score, panel, [Path(one) for one in checkpoints], dates, params)
-    table = join_scores(tables)
-    judged = judge_scores(tables, table, panel, market(panel, params) if market else None, params, data=data)
-    facts = {"target": target, "panel": panel.fingerprint, "folds": folds}
-    files = [] if output is None else write_judged(Path(output), judged, table, facts=facts)
-    return {**summarize_judged(judged), "folds": folds, "files": files}
+        panel = prepared.panel()
+        day = np.asarray(panel.dates).astype("datetime64[D]")
+        first, last = params.start_date or day[0], params.end_date or day[-1]
+        dates = np.flatnonzero((day >= np.datetime64(first, "D")) & (day <= np.datetime64(last, "D")))
+        if not len(dates):
+            raise UsageError(
+                f"no date {params.period} can be judged.",
+                rule=f"the panel has the dates {day[0]} to {day[-1]}.",
+                remedy="choose another --start-date and --end-date",
+            )
+        tables, folds = score_out_of_fold(judging.score, panel, [Path(one) for one in checkpoints], dates, params)
+        table, judged = judging.judge(tables, prepared, params)
+    files = []
+    if output is not None:
+        for name, content in (("scores.feather", table), ("days.feather", judged.days)):
+            files.append(beside(Path(output), name))
+            with replacing(files[-1]) as aside:
+                feather.write_feather(content, str(aside), compression="zstd")
+        facts = {"target": target, "panel": panel.fingerprint, "folds": folds}
+        files += write_judged(Path(output), judged, facts=facts)
+    return {**summarize_judged(judged), "folds": folds, "files": [one.name for one in files]}

@@ -122,12 +122,6 @@ class Market:
         common, variance = _signal_moments(self.horizon)
         return _spearman(min(common / math.sqrt(variance), math.nextafter(1, 0)))
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the table, which leaves out the assets that are not listed on a date."""
-        listed_from, listed_until = _listings(self)
-        return int((listed_until - listed_from).sum())
-
 
 def write_market(path: Path, market: Market, *, rows_per_group: int = 1 << 17) -> None:
     """Write a generated market as one Parquet file, aside and renamed, one row group in memory at a time.

@@ -124,13 +124,6 @@ class DataParams(config.Settings):
         return self.targets[horizon] if self.source == "parquet" else f"target_h{horizon}"
 
 
-class PanelParams(Protocol):
-    """Params with a panel."""
-
-    @property
-    def data(self) -> DataParams: ...
-
-
 class Splitter(Protocol):
     """What the three splitters have in common."""
 
@@ -147,9 +140,8 @@ def naming(settings: str) -> Iterator[None]:
         raise ConfigError(error.what, rule=error.rule, remedy=remedy) from None
 
 
-def check_data(params: PanelParams) -> None:
+def check_data(data: DataParams) -> None:
     """Refuse data that no panel can be built from: a missing file or column, or a period or market that cannot be."""
-    data = params.data
     if data.source == "prices":
         with naming("data.start=... --set params.data.end"):
             prices.span_of(prices.read_prices(), data.start, data.end, data.labels)
@@ -250,18 +242,16 @@ def check_cycles(cycles: int, num_steps: int, warmup_share: float, *, setting: s
         )
 
 
-def check_folds(params: PanelParams, cut: Splitter, valid_share: float) -> int:
+def check_folds(data: DataParams, cut: Splitter, valid_share: float) -> int:
     """Refuse folds that leave nothing to train on; return the most dates that the smallest fold is fitted on."""
-    data = params.data
     dates, _ = possible_dates(data)
     reach = 0 if data.source == "parquet" else max(data.labels)  # gaps of a file may lie where labels reach
     with naming("splits.n_splits"):
         return min(len(hold_out(train, valid_share, reach)[0]) for train, _ in cut.split(dates))
 
 
-def fingerprint(params: PanelParams) -> str:
-    """A digest of the data that the parameters name: of their content where they are files."""
-    data = params.data
+def fingerprint(data: DataParams) -> str:
+    """A digest of the data that the settings name: of their content where they are files."""
     if data.source == "prices":
         return prices.prices_fingerprint()
     if data.source == "generated":
@@ -276,28 +266,25 @@ def fingerprint(params: PanelParams) -> str:
 
 
 def prepare_folds(
-    context: Context, params: PanelParams, cut: Splitter, *, embargo_size: int, forward_only: bool = False
+    context: Context, data: DataParams, cut: Splitter, *, embargo_size: int, forward_only: bool = False
 ) -> tuple[Panel, dict[str, Any]]:
     """Save the panel and its folds as ``cut`` makes them of the usable dates; gives it, and what `save_folds` gives."""
     phase("load")
-    data = params.data
     source, features, checked = _source(context.panels_dir, data)
     phase("build")
     targets = list(dict.fromkeys([*(data.target(horizon) for horizon in data.labels), *checked]))
     index = (data.columns.date, data.columns.asset) if data.source == "parquet" else ("date", "code")
     panel = Panel.build(source, context.panels_dir, index=index, features=features, targets=targets)
-    usable = usable_dates(panel, params)
+    usable = usable_dates(panel, data)
     folds = [(usable[train], usable[test]) for train, test in cut.split(panel.dates[usable])]
     sizes: dict[str, Any] = {"label_dates": max(data.labels), "embargo_size": embargo_size}
     return panel, save_folds(context, panel, folds, forward_only=forward_only, **sizes)
 
 
-def usable_dates(panel: Panel, params: PanelParams) -> Indices:
+def usable_dates(panel: Panel, data: DataParams) -> Indices:
     """The dates that are split: for each horizon, two assets or more have a whole window and a known target."""
-    whole = panel.history >= params.data.lookback
-    counts = [
-        (whole & np.isfinite(panel.target(params.data.target(horizon)))).sum(axis=1) for horizon in params.data.horizons
-    ]
+    whole = panel.history >= data.lookback
+    counts = [(whole & np.isfinite(panel.target(data.target(horizon)))).sum(axis=1) for horizon in data.horizons]
     return np.flatnonzero(np.min(counts, axis=0) >= 2)
 
 
@@ -322,9 +309,9 @@ def hold_out(dates: Indices, share: float, reach: int) -> tuple[Indices, Indices
     return fit, valid
 
 
-def check_market(params: PanelParams) -> None:
+def check_market(data: DataParams) -> None:
     """Refuse a config without closing prices."""
-    if params.data.source == "parquet" and params.data.close is None:
+    if data.source == "parquet" and data.close is None:
         raise ConfigError(
             "the config names no closing prices.",
             rule="a profit counts only on prices that were checked; source: parquet names their column.",
@@ -332,17 +319,17 @@ def check_market(params: PanelParams) -> None:
         )
 
 
-def market(panel: Panel, params: PanelParams) -> pa.Table:
+def market(panel: Panel, params: Any) -> pa.Table:
     """The closing prices that the returns are made of: ``date``, ``code``, ``close``, where there is one.
 
-    A Parquet file whose column of volumes was named adds ``volume``.
+    A Parquet file whose column of volumes was named adds ``volume``. ``params`` have `DataParams` as ``data``.
     """
-    check_market(params)
-    closes = panel.target(params.data.close if params.data.close is not None else "close")
-    date, asset = np.nonzero(np.isfinite(closes))
-    columns = {"close": closes}
-    if params.data.volume is not None:
-        columns["volume"] = panel.target(params.data.volume)
+    data: DataParams = params.data
+    check_market(data)
+    columns = {"close": panel.target("close" if data.close is None else data.close)}
+    date, asset = np.nonzero(np.isfinite(columns["close"]))
+    if data.volume is not None:
+        columns["volume"] = panel.target(data.volume)
     return pa.table(
         {
             "date": pa.array(panel.dates[date], pa.date32()),

@@ -43,7 +43,7 @@ _CHUNK_ROWS = 1024
 def prepare(context: Context, params: ForecasterParams) -> dict[str, Any]:
     """Save the panel, its purged folds, the sectors, and what each date's past says: neighbours and volatility."""
     data, embargo = params.data, params.splits.embargo_size
-    panel, facts = prepare_folds(context, params, _splitter(params), embargo_size=embargo)
+    panel, facts = prepare_folds(context, params.data, _splitter(params), embargo_size=embargo)
     phase("graph")
     returns = panel.target(data.target(1))
     context.save("days", {"sectors": sectors_of(panel, data), "volatility": volatility_ranks(returns)})
@@ -163,10 +163,10 @@ def largest_day(data: ForecastData) -> int:
 def check(params: ForecasterParams) -> None:
     """Refuse data, folds, an optimizer or a schedule that cannot be trained with."""
     data, train = params.data, params.train
-    check_data(params)
+    check_data(params.data)
     if data.sector is not None and data.path is not None:
         check_columns(data, {"sector": [data.sector]})
-    num_days = check_folds(params, _splitter(params), train.valid_share)
+    num_days = check_folds(params.data, _splitter(params), train.valid_share)
     days_at_once = max(1, train.batch_size // largest_day(data))
     for section in ("pretrain", "train"):
         check_steps(params, section, -(-num_days // days_at_once) * getattr(params, section).num_epochs)

@@ -91,8 +91,7 @@ def evaluate(context: Context, params: ForecasterParams) -> dict[str, Any]:
             found |= {f"h{horizon}_{name}{ending}": value for ending, value in figures.items()}
     main = f"h{data.main_horizon}_"
     found |= {name.removeprefix(main): value for name, value in found.items() if name.startswith(main)}
-    traded = finance.sharpe(days["spread"], periods_per_year=_YEAR)
-    found |= {"sharpe": traded.annual, "sharpe_se": traded.annual_standard_error}
+    found["sharpe"], found["sharpe_se"] = finance.sharpe(days["spread"], periods_per_year=_YEAR)
     found |= plausibility(found["rank_ic"], found["rank_ic_se"], data)
     plain = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in found.items()}
     return plain | {"report": _lines(found, data)}

@@ -257,7 +257,7 @@ def _chosen(params: ForecasterParams) -> tuple[str, ...]:
 _TRAINED = ("data", "graph", "model", "train", "@seed")
 FORECASTER = Workload(
     params=ForecasterParams,
-    fingerprint=lambda params: {"prepare": fingerprint(params)},
+    fingerprint=lambda params: {"prepare": fingerprint(params.data)},
     choose=_chosen,
     check=check,
     stages=(

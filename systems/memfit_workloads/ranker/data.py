@@ -27,13 +27,13 @@ from memfit_workloads.ranker.params import RankerParams
 
 def check(params: RankerParams) -> None:
     """Refuse data and folds that cannot be trained on."""
-    check_data(params)
-    check_folds(params, splitter(params), params.train.valid_share)
+    check_data(params.data)
+    check_folds(params.data, splitter(params), params.train.valid_share)
 
 
 def check_judging(params: RankerParams) -> None:
     """Refuse folds that cannot be judged: without prices, dates in the period, or checkpoints to blend."""
-    check_market(params)
+    check_market(params.data)
     dates, _ = possible_dates(params.data)
     begin, end = (None if day is None else np.datetime64(day) for day in (params.start_date, params.end_date))
     if len(dates) and ((begin is not None and begin > dates[-1]) or (end is not None and end < dates[0])):
@@ -56,7 +56,7 @@ def check_judging(params: RankerParams) -> None:
 def prepare(context: Context, params: RankerParams) -> dict[str, Any]:
     """Save the panel and its folds, purged by the longest horizon."""
     is_forward, embargo = params.splits.kind == "walk_forward", params.splits.embargo_size
-    return prepare_folds(context, params, splitter(params), embargo_size=embargo, forward_only=is_forward)[1]
+    return prepare_folds(context, params.data, splitter(params), embargo_size=embargo, forward_only=is_forward)[1]
 
 
 def splitter(params: RankerParams) -> Splitter:
@@ -78,7 +78,7 @@ def path_of_dates(panel: Panel, params: RankerParams, fold: int) -> npt.NDArray[
     cut = splitter(params)
     if not isinstance(cut, CombinatorialPurged):
         return None
-    usable = usable_dates(panel, params)
+    usable = usable_dates(panel, params.data)
     paths = np.full(len(panel.dates), -1, np.int64)
     paths[usable] = cut.test_paths(panel.dates[usable])[fold - 1]
     return paths

@@ -185,7 +185,7 @@ def _model(
 RANKER = Workload(
     params=RankerParams,
     check=check,
-    fingerprint=lambda params: {"prepare": fingerprint(params), "decision": finance.fingerprint(params)},
+    fingerprint=lambda params: {"prepare": fingerprint(params.data), "decision": finance.fingerprint(params)},
     stages=(
         Stage("prepare", prepare, reads=("data", "splits"), phases=("load", "build")),
         Stage(

@@ -25,14 +25,7 @@ def memoriser():
 
 
 @pytest.fixture(scope="session")
-def _no_pictures():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memfit_workloads.finance._report.plot_backtest", lambda *_, **__: b"no picture")
-        yield
-
-
-@pytest.fixture(scope="session")
-def stages(memoriser, _no_pictures):
+def stages(memoriser):
     """Makes a run of the workload's stages in a folder, with settings of its params."""
 
     def make(folder, **params):
@@ -53,7 +46,7 @@ def blended(stages, tmp_path_factory):
 
 
 @pytest.fixture
-def memfit(memfit, memoriser, monkeypatch, _no_pictures):
+def memfit(memfit, memoriser, monkeypatch):
     """Judges in this process what a command of ``memfit`` names."""
 
     def alone(function, source, arguments, *, overrides):

@@ -14,17 +14,8 @@ from memfit.errors import DataError
 from memfit_workloads.finance import BacktestInput, BacktestResult, BacktestSettings
 
 NAN = math.nan
-#: Sums over the dates of gross, cost, turnover, exposure and net exposure.
-STORED = {
-    "long": [-0.648030282909204, 0.07994239722970715, 79.94239722970721, 244.98276740884918, 244.98276740884918],
-    "long_short": [
-        0.020314960813924046,
-        0.07984780586935399,
-        79.84780586935403,
-        243.20302824945114,
-        0.5198674746934985,
-    ],
-}
+#: Sums over the dates of gross, cost, turnover and exposure.
+STORED = [-0.648030282909204, 0.07994239722970715, 79.94239722970721, 244.98276740884918]
 
 
 def run(scores, returns_1, *, eligible=None, **chosen) -> BacktestResult:
@@ -69,7 +60,7 @@ def ledger(scores: np.ndarray, returns_1: np.ndarray, chosen: BacktestSettings) 
 
 
 @pytest.mark.proves("C-44")
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.sampled_from([None, 0.0, 1.0]), st.sampled_from([0.0, 10.0, 200.0]))
 def test_the_equity_is_that_of_accounts_kept_one_by_one(seed, horizon, min_score, cost_bps) -> None:
     rng = np.random.default_rng(seed)
@@ -112,12 +103,6 @@ def test_sleeves_open_one_by_one_and_their_weights_drift() -> None:
     assert column(result, "equity") == pytest.approx([1.125] * 4)
     assert column(result, "exposure") == pytest.approx([0.25, 0.625 / 1.125, 0.875 / 1.125, 1.0])
     assert column(result, "turnover") == pytest.approx([0.25, 0.25 / 1.125, 0.25 / 1.125, 0.25 / 1.125])
-
-
-def test_costs_are_the_rate_times_what_was_bought_and_sold() -> None:
-    rng = np.random.default_rng(0)
-    result = run(rng.random((40, 10)), rng.normal(0, 0.02, (40, 10)), horizon=3, cost_bps=25, k_ratio=0.3)
-    assert column(result, "cost") == pytest.approx([25e-4 * traded for traded in column(result, "turnover")])
 
 
 @pytest.mark.proves("S0-29")
@@ -165,22 +150,11 @@ def test_a_missing_return_ends_the_position_once_and_is_counted() -> None:
     assert column(result, "exposure")[3] == pytest.approx(0.4 / 0.8)  # two sleeves are open, and two ended as cash
 
 
-def test_a_long_short_book_is_neutral_and_gains_when_the_worst_fall() -> None:
-    scores = np.tile([3.0, 2.0, 1.0, 0.0], (10, 1))
-    returns_1 = np.tile([0.0, 0.0, 0.0, -0.02], (10, 1))
-    result = run(scores, returns_1, horizon=1, k_ratio=0.25, k_min=1, side="long_short", cost_bps=0)
-    assert column(result, "exposure") == pytest.approx([1.0] * 10)
-    assert column(result, "net_exposure") == pytest.approx([0.0] * 10, abs=1e-12)
-    assert column(result, "gross") == pytest.approx([0.01] * 10)
-    assert column(result, "benchmark") == [0.0] * 10
-    assert column(result, "num_held") == [2] * 10
-
-
-def test_a_short_book_that_loses_more_than_it_has_ends_there() -> None:
+def test_a_book_that_loses_all_ends_there() -> None:
     returns_1 = np.zeros((6, 2))
-    returns_1[1, 1] = 9.0
-    result = run([[1.0, 0.0]] * 6, returns_1, horizon=1, k_min=1, k_ratio=0.5, side="long_short", cost_bps=0)
-    assert column(result, "equity")[1] == pytest.approx(1 - 4.5)
+    returns_1[1, 0] = -1.0
+    result = run([[1.0, 0.0]] * 6, returns_1, horizon=1, k_min=1, k_ratio=0.5, cost_bps=0)
+    assert column(result, "equity")[1:] == [0.0] * 5
     assert column(result, "exposure")[2:] == [0.0] * 4
     assert result.summary.annual_return == -1.0
 
@@ -205,7 +179,7 @@ def test_dates_at_the_end_without_returns_are_left_out_and_others_stand_still() 
     returns_1[4:], returns_1[2] = NAN, NAN
     result = run(np.ones((6, 2)), returns_1, horizon=1, k_min=1, cost_bps=0)
     assert result.days.num_rows == 4
-    assert (result.summary.num_trailing, result.summary.num_unmarked, result.summary.num_missing) == (2, 1, 0)
+    assert (result.summary.num_unmarked, result.summary.num_missing) == (1, 0)
     assert column(result, "net") == pytest.approx([0.01, 0.01, 0.0, 0.01])
     assert result.summary.end == "2024-01-04"
 
@@ -217,17 +191,15 @@ def test_the_figures_of_a_seeded_market_stay_as_they_are() -> None:
     scores[rng.random(scores.shape) < 0.1] = NAN
     returns_1[rng.random(returns_1.shape) < 0.01] = NAN
     returns_1[100] = NAN
-    for side, expected in STORED.items():
-        chosen = {"horizon": 5, "k_ratio": 0.2, "min_score": 0.5, "cost_bps": 10, "missing_return": -0.3, "side": side}
-        days = run(scores, returns_1, **chosen).days
-        found = [sum(days[name].to_pylist()) for name in ("gross", "cost", "turnover", "exposure", "net_exposure")]
-        assert found == pytest.approx(expected, rel=1e-11, abs=1e-11)
+    days = run(scores, returns_1, horizon=5, k_ratio=0.2, min_score=0.5, cost_bps=10, missing_return=-0.3).days
+    found = [sum(days[name].to_pylist()) for name in ("gross", "cost", "turnover", "exposure")]
+    assert found == pytest.approx(STORED, rel=1e-11, abs=1e-11)
 
 
 def test_the_summary_is_what_the_days_say() -> None:
     rng = np.random.default_rng(2)
     result = run(rng.random((80, 10)), rng.normal(0.001, 0.02, (80, 10)), horizon=5)
-    net, active = np.array(column(result, "net")), np.array(column(result, "active"))
+    net, gross = np.array(column(result, "net")), np.array(column(result, "gross"))
     found = result.summary
     assert found.num_dates == 80
     assert found.total_return == pytest.approx(np.prod(1 + net) - 1)
@@ -235,7 +207,7 @@ def test_the_summary_is_what_the_days_say() -> None:
     assert found.sharpe == pytest.approx(net.mean() / net.std(ddof=1) * 252**0.5)
     assert found.sharpe_error == pytest.approx((252 / 80) ** 0.5)
     assert found.volatility == pytest.approx(net.std(ddof=1) * 252**0.5)
-    assert found.annual_active == pytest.approx(active.mean() * 252)
+    assert found.annual_active_gross == pytest.approx((gross - column(result, "benchmark")).mean() * 252)
     assert found.hit_rate == pytest.approx((net > 0).mean())
     equity = np.cumprod(1 + net)
     falls = [1 - equity[late] / max(1.0, equity[: late + 1].max()) for late in range(80)]

@@ -1,8 +1,6 @@
-"""Shuffled, late and early scores on real prices, and the sweep."""
+"""Shuffled and late scores on real prices, and the sweep."""
 
 from __future__ import annotations
-
-import importlib.util
 
 import numpy as np
 import pytest
@@ -15,16 +13,10 @@ from memfit_workloads.finance import (
     forward_returns,
     judge,
     run_controls,
-    shift_scores,
-    shift_test,
     shuffle_scores,
     sweep,
 )
 from memfit_workloads.finance.prices import features_of, read_prices
-
-real = pytest.mark.skipif(
-    importlib.util.find_spec("skfolio") is None, reason="the prices come with skfolio, of the ranker extra"
-)
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +29,13 @@ def market() -> BacktestInput:
 
 
 @pytest.mark.slow
-@real
 def test_shuffled_scores_earn_nothing_beyond_the_universe(market: BacktestInput) -> None:
     controls = run_controls(market, BacktestSettings(horizon=5), num_shuffles=8)
     assert controls.num_shuffles == 8
-    assert abs(controls.shuffled_mean) < 3 * controls.shuffled_error
-    # The two errors are estimates of one thing: from the days of each shuffle, and from shuffle to shuffle.
-    assert controls.shuffled_error == pytest.approx(controls.shuffled_sd / 8**0.5, rel=0.8)
-    assert controls.shuffled_error < 0.05
+    assert abs(controls.shuffled_mean) < 3 * controls.shuffled_error < 0.15
 
 
 @pytest.mark.slow
-@real
 def test_the_benchmark_of_a_shuffle_is_that_of_a_backtest_of_it(market: BacktestInput) -> None:
     chosen = BacktestSettings(horizon=5)
     controls = run_controls(market, chosen, num_shuffles=2, seed=3)
@@ -58,7 +45,6 @@ def test_the_benchmark_of_a_shuffle_is_that_of_a_backtest_of_it(market: Backtest
 
 
 @pytest.mark.proves("S0-31")
-@real
 @pytest.mark.parametrize("horizon", [1, 5])
 def test_scores_that_know_the_next_date_are_red_by_plausibility(market: BacktestInput, horizon: int) -> None:
     oracle = market.run(BacktestSettings(horizon=horizon), scores=market.returns_1)
@@ -67,7 +53,6 @@ def test_scores_that_know_the_next_date_are_red_by_plausibility(market: Backtest
     assert verdict.reasons[0].name in {"annual_return", "sharpe"}
 
 
-@real
 def test_scores_that_know_the_next_date_are_red_by_delay_where_the_profit_is_not_too_high(market) -> None:
     chosen = BacktestSettings(horizon=20, k_ratio=0.3)
     oracle = BacktestInput(market.dates, market.codes, market.returns_1, market.returns_1)
@@ -76,26 +61,15 @@ def test_scores_that_know_the_next_date_are_red_by_delay_where_the_profit_is_not
 
 
 @pytest.mark.slow
-@real
-def test_delay_costs_a_lasting_signal_little_and_advance_gains_what_no_signal_could(market: BacktestInput) -> None:
+def test_delay_costs_a_lasting_signal_little(market: BacktestInput) -> None:
     ahead = forward_returns(np.cumprod(1 + np.nan_to_num(market.returns_1), axis=0), 20, -1)
     noise = np.random.default_rng(0).normal(0, 0.05, ahead.shape)
     lasting = BacktestInput(market.dates, market.codes, ahead + noise, market.returns_1)
-    test = shift_test(lasting, BacktestSettings(horizon=20))
-    assert test.annual_active_gross > 0.1
-    assert 0.7 < test.kept_share < 1.1
-    momentum = shift_test(market, BacktestSettings(horizon=5))
-    assert momentum.advanced > momentum.annual_active_gross + 0.1
+    found = run_controls(lasting, BacktestSettings(horizon=20), num_shuffles=2)
+    assert found.rank_of_real == 1.0 and 0.7 < found.kept_share < 1.1
 
 
-def test_a_shift_moves_scores_by_dates_and_beyond_the_end_there_are_none() -> None:
-    scores = np.arange(6.0).reshape(3, 2)
-    assert np.isnan(shift_scores(scores, 5)).all()
-    assert np.isnan(shift_scores(scores, -5)).all()
-    assert shift_scores(scores, 0).tolist() == scores.tolist()
-
-
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_shuffle_deals_each_dates_scores_among_the_assets_that_have_one(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -106,7 +80,7 @@ def test_a_shuffle_deals_each_dates_scores_among_the_assets_that_have_one(seed: 
     np.testing.assert_array_equal(np.sort(shuffled, axis=1), np.sort(scores, axis=1))
 
 
-@settings(max_examples=15)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32), st.lists(st.floats(0.01, 1.0), min_size=2, max_size=5))
 def test_breadth_never_falls_as_k_ratio_grows(seed: int, ratios: list[float]) -> None:
     rng = np.random.default_rng(seed)
@@ -114,7 +88,7 @@ def test_breadth_never_falls_as_k_ratio_grows(seed: int, ratios: list[float]) ->
     scores[rng.random(scores.shape) < 0.2] = np.nan
     market = BacktestInput(np.arange(12), tuple(map(str, range(15))), scores, np.zeros((12, 15)))
     rows = sweep(market, BacktestSettings(min_score=0.0), ratios)
-    assert [row.k_ratio for row in rows] == sorted(set(ratios))
-    breadths = [row.mean_held for row in rows]
+    assert list(rows) == sorted(set(ratios))
+    breadths = [row.mean_held for row in rows.values()]
     assert breadths == sorted(breadths)
-    assert sweep(market, BacktestSettings(), [0.05, 1.0])[1].mean_held > 3 + 5
+    assert sweep(market, BacktestSettings(), [0.05, 1.0])[1.0].mean_held > 3 + 5

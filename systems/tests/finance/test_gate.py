@@ -15,19 +15,13 @@ from memfit_workloads.finance import (
     Controls,
     Finding,
     GateSettings,
-    ShiftTest,
     Verdict,
     judge,
 )
 
 NAN = math.nan
 CONTROLS = Controls(
-    num_shuffles=16,
-    shuffled_mean=0.001,
-    shuffled_error=0.005,
-    shuffled_sd=0.02,
-    rank_of_real=1.0,
-    shift=ShiftTest(annual_active_gross=0.05, delayed=0.04, advanced=0.3, kept_share=0.8, loss_t=1.0),
+    num_shuffles=16, shuffled_mean=0.001, shuffled_error=0.005, rank_of_real=1.0, kept_share=0.8, loss_t=1.0
 )
 
 
@@ -143,9 +137,8 @@ def test_each_control_has_its_colour(healthy: BacktestResult, change, colour: st
 def test_a_profit_that_a_delay_of_one_date_takes_away_is_red(
     healthy: BacktestResult, kept_share: float, loss_t: float, horizon: int, colour: str
 ) -> None:
-    shift = replace(CONTROLS.shift, kept_share=kept_share, loss_t=loss_t)
     result = replace(healthy, settings=BacktestSettings(horizon=horizon))
-    verdict = judge(result, (), controls=replace(CONTROLS, shift=shift))
+    verdict = judge(result, (), controls=replace(CONTROLS, kept_share=kept_share, loss_t=loss_t))
     assert verdict.colour == colour
     assert "shift" in why(verdict)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +12,6 @@ import pytest
 from memfit.errors import DataError
 from memfit_workloads.finance import Finding, Market, QualitySettings, check_market, forward_returns, read_market
 from memfit_workloads.finance.prices import FEATURES, features_of, read_prices
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("skfolio") is None, reason="the prices come with skfolio, of the ranker extra"
-)
 
 
 @pytest.fixture(scope="module")

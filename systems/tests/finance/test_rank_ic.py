@@ -62,20 +62,6 @@ def test_fewer_than_two_common_assets_or_no_spread_is_undefined() -> None:
     assert np.isnan(rank_ic(scores, targets)).all()
 
 
-def test_a_spread_in_assets_that_are_not_common_does_not_count() -> None:
-    assert np.isnan(rank_ic([[1.0, 1.0, 9.0]], [[1.0, 2.0, math.nan]])).all()
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32))
-def test_only_the_order_within_a_date_counts(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    scores, targets = rng.standard_normal((2, 5, 20))
-    shifted = targets - targets.mean(axis=1, keepdims=True)
-    assert rank_ic(np.exp(scores), shifted).tolist() == rank_ic(scores, targets).tolist()
-    np.testing.assert_allclose(rank_ic(-scores, targets), -rank_ic(scores, targets), atol=1e-15)
-
-
 def test_no_dates_give_no_figures() -> None:
     assert rank_ic(np.empty((0, 5)), np.empty((0, 5))).shape == (0,)
     assert np.isnan(rank_ic(np.empty((3, 0)), np.empty((3, 0)))).tolist() == [True] * 3

@@ -1,4 +1,4 @@
-"""The metrics of a date beside brute force, scikit-learn and alphalens."""
+"""The metrics of a date beside brute force and alphalens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from memfit.errors import DataError, UsageError
-from memfit_workloads.finance import ndcg_at_k, positive_rate, precision_at_k, quantile_spread
+from memfit_workloads.finance import positive_rate, precision_at_k, quantile_spread
 
 NAN = math.nan
 
@@ -61,22 +61,6 @@ def test_the_spread_is_the_mean_over_all_orders_of_equal_scores(pair, num_quanti
     np.testing.assert_allclose(quantile_spread(*pair, num_quantiles=num_quantiles), expected, atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
-@given(score_and_target_pairs(max_assets=12), st.integers(1, 5))
-def test_ndcg_equals_scikit_learns_of_the_same_gains(pair, k: int) -> None:
-    metrics = pytest.importorskip("sklearn.metrics")
-    ranks = pytest.importorskip("scipy.stats").rankdata
-    expected = []
-    for score, target in zip(*pair, strict=True):
-        both = ~(np.isnan(score) | np.isnan(target))
-        if both.sum() < max(k, 2):
-            expected.append(NAN)
-            continue
-        gains = (ranks(target[both]) - 1) / (both.sum() - 1)
-        expected.append(metrics.ndcg_score([gains], [score[both]], k=k))
-    np.testing.assert_allclose(ndcg_at_k(*pair, k=k), expected, atol=1e-12)
-
-
 def test_the_spread_equals_alphalens_where_the_groups_divide() -> None:
     try:
         import alphalens.performance
@@ -95,12 +79,6 @@ def test_the_spread_equals_alphalens_where_the_groups_divide() -> None:
     np.testing.assert_allclose(quantile_spread(scores, targets), spread.to_numpy(), atol=1e-12)
 
 
-def test_the_market_and_an_offset_of_the_scores_do_not_count_in_ndcg() -> None:
-    rng = np.random.default_rng(1)
-    scores, targets = rng.standard_normal((2, 5, 40))
-    np.testing.assert_allclose(ndcg_at_k(scores + 7, targets - 3, k=5), ndcg_at_k(scores, targets, k=5))
-
-
 def test_random_scores_have_no_spread() -> None:
     rng = np.random.default_rng(2)
     targets = rng.standard_normal((4000, 30)) + rng.standard_normal((4000, 1))  # whole days go up or down
@@ -117,9 +95,8 @@ def test_scores_that_are_all_equal_get_what_chance_gets() -> None:
     np.testing.assert_allclose(quantile_spread(scores, targets), 0.0, atol=1e-12)
 
 
-def test_perfect_scores_get_the_best_of_each_metric() -> None:
+def test_perfect_scores_get_the_best_spread() -> None:
     targets = np.random.default_rng(4).standard_normal((10, 20))
-    np.testing.assert_allclose(ndcg_at_k(targets, targets, k=7), 1.0)
     ordered = np.sort(targets, axis=1)
     expected = ordered[:, -4:].mean(axis=1) - ordered[:, :4].mean(axis=1)
     np.testing.assert_allclose(quantile_spread(targets, targets), expected)
@@ -131,7 +108,6 @@ def test_a_ratio_selects_of_the_assets_that_are_eligible_on_the_date() -> None:
     # A quarter of 6 is 1.5, rounded up to 2; of 3 it is 0.75, rounded to 1; of 1 it is at least 1.
     np.testing.assert_allclose(precision_at_k(scores, targets, k_ratio=0.25), [1.0, 1.0, 1.0])
     np.testing.assert_allclose(precision_at_k(scores, targets, k_ratio=0.5), [2 / 3, 0.5, 1.0])
-    np.testing.assert_allclose(ndcg_at_k(scores, targets, k_ratio=1.0)[2], NAN)
 
 
 def test_what_cannot_be_selected_is_undefined() -> None:
@@ -152,9 +128,8 @@ def test_a_return_of_zero_is_not_positive() -> None:
 
 @pytest.mark.parametrize("size", [{}, {"k": 1, "k_ratio": 0.5}, {"k": 0}, {"k_ratio": 0.0}, {"k_ratio": 1.5}])
 def test_a_size_that_says_nothing_or_too_much_is_refused(size) -> None:
-    for metric in (precision_at_k, ndcg_at_k):
-        with pytest.raises(UsageError, match="exactly one"):
-            metric([[1.0]], [[1.0]], **size)
+    with pytest.raises(UsageError, match="exactly one"):
+        precision_at_k([[1.0]], [[1.0]], **size)
 
 
 def test_shapes_infinite_returns_and_one_quantile_are_refused() -> None:

@@ -13,10 +13,7 @@ import pytest
 from pyarrow import feather
 
 from memfit.errors import DataError
-from memfit_workloads.finance import decide, decide_on_record, read_days, read_record, record_of
-
-pytest.importorskip("arch")
-pytest.importorskip("statsmodels")
+from memfit_workloads.finance import decide, decide_on_record, read_days, record_of
 
 
 def days(seed: int, effect: float = 0.0) -> pa.Table:
@@ -38,7 +35,6 @@ def test_every_new_comparison_counts_and_repeating_one_does_not(tmp_path: Path) 
     assert compare(path, b, a).num_comparisons == 2  # the same question the other way round
     assert compare(path, a, "random").num_comparisons == 3
     assert len(path.read_text().splitlines()) == 5
-    assert len(read_record(path)) == 3
 
 
 def test_the_p_value_is_corrected_by_those_on_record(tmp_path: Path) -> None:
@@ -65,7 +61,6 @@ def test_a_line_that_a_kill_cut_short_is_written_over(tmp_path: Path) -> None:
     compare(path, days(0), days(1))
     with open(path, "a") as file:
         file.write('{"key": "abc", "p_v')
-    assert len(read_record(path)) == 1
     assert compare(path, days(0), days(2)).num_comparisons == 2
     assert compare(path, days(0), days(3)).num_comparisons == 3
 
@@ -84,14 +79,14 @@ def test_comparisons_at_the_same_time_are_all_counted(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         counts = list(pool.map(lambda seed: compare(path, days(seed), days(99)).num_comparisons, range(6)))
     assert sorted(counts) == [1, 2, 3, 4, 5, 6]
-    assert len(read_record(path)) == 6
+    assert len(path.read_text().splitlines()) == 6
 
 
 def test_nothing_is_recorded_of_a_comparison_that_was_refused(tmp_path: Path) -> None:
     path = tmp_path / "comparisons.jsonl"
     with pytest.raises(DataError, match="can be paired"):
         compare(path, days(0).slice(0, 20), days(1))
-    assert read_record(path) == {}
+    assert path.read_text() == ""
     assert math.isfinite(compare(path, days(0), days(1)).test.p_value)
 
 
@@ -99,7 +94,7 @@ def test_a_table_compared_with_itself_is_refused_and_does_not_count(tmp_path: Pa
     path = tmp_path / "comparisons.jsonl"
     with pytest.raises(DataError, match="A and B have the same h1_rank_ic"):
         compare(path, days(0), days(0))
-    assert read_record(path) == {}
+    assert not path.exists()
 
 
 def of_data(table: pa.Table, data: str) -> pa.Table:

@@ -63,7 +63,7 @@ def test_codes_may_be_a_dictionary() -> None:
 
 
 def test_a_date_and_code_that_come_twice_are_named() -> None:
-    with pytest.raises(DataError, match=r"1 pairs of date and code come more than once, first 2024-01-02, A"):
+    with pytest.raises(DataError, match=r"1 pairs of date and code come more than once, first 2024-01-02 A"):
         read_scores(table(code=["A", "A"]))
 
 

@@ -140,7 +140,7 @@ def test_the_health_check_names_the_blend_what_to_tune_and_the_command(judging):
     assert (output.facts["status"], output.facts["exit_code"]) == ("stopped", 10)
     assert output.facts["why"].startswith("the gate is yellow: ")
     assert {knob["name"] for knob in output.result["verdict"]["knobs"]} >= {"k_ratio", "tau"}
-    held = [row["mean_held"] for row in output.result["tried"]]
+    held = [row["mean_held"] for row in output.result["tried"].values()]
     assert held == sorted(held) and held[0] < held[-1]
     told = text(output)
     assert told.startswith("fold 1, the mean of ema_epoch_1.pt, ema_epoch_2.pt")

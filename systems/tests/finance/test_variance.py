@@ -7,11 +7,10 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
+from statsmodels.regression import linear_model
 
-from memfit.errors import UsageError
-from memfit_workloads.finance import slow_variation, standard_error, summarize
-
-linear_model = pytest.importorskip("statsmodels.regression.linear_model")
+from memfit.errors import DataError, UsageError
+from memfit_workloads.finance import sharpe, slow_variation, standard_error, summarize
 
 
 def overlapping(seed: int, num: int, horizon: int) -> np.ndarray:
@@ -100,3 +99,23 @@ def test_the_error_factor_is_how_much_larger_the_true_error_is() -> None:
 def test_equal_values_are_not_slow() -> None:
     found = slow_variation(np.full(100, 0.1), 5)
     assert not found.is_shown and math.isnan(found.statistic) and math.isnan(found.error_factor)
+
+
+@pytest.mark.proves("S2-23")
+def test_the_sharpe_ratio_and_its_error_are_the_papers() -> None:
+    returns = np.random.default_rng(0).standard_t(5, 500) * 0.01 + 0.001
+    ratio = returns.mean() / returns.std(ddof=1)
+    skew, kurtosis = scipy.stats.skew(returns), scipy.stats.kurtosis(returns, fisher=False)
+    error = math.sqrt((1 - skew * ratio + (kurtosis - 1) / 4 * ratio**2) / 499)
+    expected = ratio * math.sqrt(252), error * math.sqrt(252)
+    assert sharpe(np.append(returns, math.nan), periods_per_year=252) == pytest.approx(expected)
+    rng = np.random.default_rng(1)
+    ratios, errors = zip(*[sharpe(rng.standard_normal(250) * 0.01 + 0.001) for _ in range(400)], strict=True)
+    assert np.mean(errors) == pytest.approx(np.std(ratios), rel=0.1)  # it is right in the mean
+
+
+def test_a_sharpe_ratio_of_too_few_or_equal_returns_is_undefined_and_of_infinite_ones_refused() -> None:
+    for returns in ([], [0.01, 0.02], [0.01] * 10):
+        assert all(map(math.isnan, sharpe(returns)))
+    with pytest.raises(DataError, match="1 of 2 returns are infinite"):
+        sharpe([0.1, math.inf])

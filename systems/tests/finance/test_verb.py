@@ -2,9 +2,7 @@
 
 import csv
 import json
-import os
 import shutil
-import subprocess
 
 import pytest
 from pyarrow import feather
@@ -55,7 +53,7 @@ def test_one_fold_is_judged_and_the_gate_is_the_exit_code(backtest, tmp_path):
     assert "fold 1: " in done.out and "scored" in done.out
     assert "gate: yellow" in done.out and "change  k_ratio" in done.out
     names = {path.name for path in (tmp_path / "results").iterdir()}
-    assert names == {"one.json", "one.png", "one_days.csv", "one_days.feather", "one_scores.feather"}
+    assert names == {"one.json", "one_days.csv", "one_days.feather", "one_scores.feather"}
 
 
 def test_checkpoints_anywhere_score_only_dates_that_they_did_not_see(backtest, trained, tmp_path):
@@ -110,49 +108,6 @@ def test_both_ends_of_a_period_are_judged(backtest, tmp_path):
     # Positions of the last date are marked until they end.
     assert json.loads(dated.out)["summary"]["start"] == days[5]
     assert json.loads(dated.out)["folds"][0]["num_dates"] == 26
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """Mounts a folder that holds so many bytes."""
-    mounted = []
-
-    def mount(num_bytes):
-        folder = tmp_path / f"disk_{len(mounted)}"
-        folder.mkdir()
-        options = ["-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
-        if os.geteuid() != 0 or subprocess.run(["mount", *options], capture_output=True).returncode:
-            pytest.skip("needs root and leave to mount a tmpfs")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_full_disk_leaves_the_earlier_results_and_nothing_half_written(backtest, small_disk):
-    disk = small_disk(512 << 10)
-    assert backtest("--output", disk / "one.json").exit_code == 0
-    before = {path.name: path.read_bytes() for path in disk.iterdir()}
-    left = shutil.disk_usage(disk).free
-    for share in (0.0, 0.3, 0.9):  # full at once, and within a later file
-        (disk / "ballast").write_bytes(bytes(left - int(share * sum(map(len, before.values())))))
-        done = backtest("--output", disk / "one.json", "--set", "params.backtest.cost_bps=50")
-        assert done.exit_code == 2
-        text = " ".join(done.err.split())
-        assert "could not be written: No space left on device" in text
-        assert "rule:" in text and "do: free space there" in text and "Traceback" not in text
-        (disk / "ballast").unlink()
-        assert {path.name: path.read_bytes() for path in disk.iterdir()} == before
-
-
-def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_scored(backtest, small_disk):
-    disk = small_disk(64 << 10)
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    done = backtest("--output", disk / "one.json")
-    assert done.exit_code == 2
-    assert f"no file can be made in {disk}" in " ".join(done.err.split()) and "do:" in done.err
 
 
 def test_a_damaged_checkpoint_is_refused_with_what_a_backtest_can_do(backtest, trained, tmp_path):

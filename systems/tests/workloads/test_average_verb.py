@@ -1,9 +1,5 @@
 """``memfit average``: snapshots of one training, for one fold or for all of them."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -73,20 +69,3 @@ def test_averages_with_one_name_and_patterns_without_a_file_are_refused(memfit, 
     done = memfit("average", "absent_*.pt", "--output", "blended.pt")
     assert done.exit_code == 2
     assert "absent_*.pt is not there" in done.err
-
-
-def average(folder, before, **streams):
-    """Run it in a process of its own, on both folds, after some lines of Python."""
-    program = f"import sys; {before}; from memfit.cli import main; main()"
-    words = ["average", "--param", "fold=1..2", "ranker_fold{fold}_ema_*.pt", "--output", "blended_{fold}.pt"]
-    return subprocess.run([sys.executable, "-c", program, *words], cwd=folder, timeout=100, check=False, **streams)
-
-
-@pytest.mark.slow
-def test_it_goes_on_when_the_reader_of_its_lines_ends(snapshots):
-    reads, writes = os.pipe()
-    os.close(reads)
-    done = average(snapshots, "import os", stdout=writes, stderr=subprocess.PIPE)
-    os.close(writes)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert value(snapshots / "blended_2.pt") == 24.5

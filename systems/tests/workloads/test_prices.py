@@ -21,10 +21,6 @@ from memfit.errors import DataError
 from memfit_workloads.finance import prices as module
 from memfit_workloads.finance.prices import FEATURES, daily_features, features_of, prices_fingerprint, read_prices
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("skfolio") is None, reason="the prices come with skfolio, of the ranker extra"
-)
-
 
 @pytest.fixture(scope="module")
 def raw_path() -> Path:

@@ -176,15 +176,15 @@ def test_the_fingerprint_follows_the_content_of_the_data(tmp_path):
     with pytest.raises(ConfigError, match=r"mine\.parquet is not there"):
         RANKER.check(params)
     pq.write_table(pa.table({"x": [1.0]}), path)
-    first = fingerprint(params)
-    assert fingerprint(params) == first
+    first = fingerprint(params.data)
+    assert fingerprint(params.data) == first
     pq.write_table(pa.table({"x": [2.0]}), path)
-    assert fingerprint(params) != first
+    assert fingerprint(params.data) != first
     folder = make_params(data | {"path": tmp_path})
-    assert fingerprint(folder) == fingerprint(params)
+    assert fingerprint(folder.data) == fingerprint(params.data)
     pq.write_table(pa.table({"x": [3.0]}), tmp_path / "more.parquet")
-    assert fingerprint(folder) != fingerprint(params)
-    seeds = {fingerprint(make_params(GENERATED | {"market_seed": seed})) for seed in (0, 1)}
+    assert fingerprint(folder.data) != fingerprint(params.data)
+    seeds = {fingerprint(make_params(GENERATED | {"market_seed": seed}).data) for seed in (0, 1)}
     assert len(seeds) == 2
 
 
@@ -261,7 +261,7 @@ def test_no_fold_fits_more_dates_than_the_check_of_its_config_says(tmp_path, kin
     params = make_params(GENERATED | {"turnover": turnover}, splits=[("n_splits", 4), ("kind", kind)])
     prepared = prepare(tmp_path, params)
     fitted = [len(hold_out(train, params.train.valid_share, 4)[0]) for train, _ in prepared.splits]
-    most = check_folds(params, splitter(params), params.train.valid_share)
+    most = check_folds(params.data, splitter(params), params.train.valid_share)
     assert min(fitted) <= most <= 1.1 * min(fitted)
     dates, num_assets = possible_dates(params.data)
     assert set(prepared.panel.dates[np.concatenate([test for _, test in prepared.splits])]) <= set(dates)
