@@ -56,16 +56,18 @@ class Taken(NamedTuple):
     num_tasks: int = 1
     ranks: tuple[int, ...] = ()
 
-    def as_in(self, forecast: Forecast) -> tuple[Footprint | None, str]:
-        """Return the footprint that a forecast has on a node, None if not known, and its origin."""
+    def as_in(self, forecast: Forecast, on_gpu: int = 0) -> tuple[Footprint | None, str]:
+        """Return the footprint that a forecast has on a node, None if not known, and its origin. ``on_gpu``: what first
+        steps took of a GPU."""
         found, ledger, origin = self.footprint, forecast.ledger, self.origin
         if forecast.uncounted:
             return None, f"not known; {origin}" if found else origin
         host, tasks = forecast.needs(ledger).bytes, ledger.layout.tasks_per_node or 1
         if found is not None and abs(host - found.private_bytes) <= tasks:  # each rank's share is rounded up
             return replace(found, private_bytes=host), origin
-        origin = f"{origin}; its lines on a node" if found else "computed: the sum of its lines"
-        found = found or Footprint(0, method="computed")
+        if not forecast.slack_counts:  # those of first steps are bounds, and their own origin
+            origin = f"{origin}; its lines on a node" if found else "computed: the sum of its lines"
+        found = found or Footprint(0, device_bytes={"0": on_gpu} if on_gpu else {}, method="computed")
         number = math.ceil(len(found.device_bytes) * tasks / max(1, len(self.ranks)))
         gpus = dict.fromkeys(map(str, range(number)), found.bytes_per_device)
         return Footprint(host, ledger.mapped.bytes, gpus, method=found.method), origin
@@ -263,7 +265,7 @@ def _stage(
     model = _model(order, stage, budget) if stage.has_model else None
     forecast = _forecast(order, stage, node, taken, model, steps)
     if forecast:
-        footprint, origin = taken.as_in(forecast)
+        footprint, origin = taken.as_in(forecast, steps.on_gpu if steps else 0)
     rows = _rows(order, budget, footprint, taken.seconds, len(left)) if footprint and left else ()
     if forecast and forecast.fits is False:  # also where /dev/shm alone is too small
         rows = [replace(row, fits=False) for row in rows]

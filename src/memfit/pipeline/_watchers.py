@@ -31,8 +31,14 @@ from memfit.units import format_bytes, format_count, format_duration, list_some,
 _SETTLED_SECONDS, _GROWN = 10.0, 1.01
 _VALUE = (int, bool, type(None))
 _MOST = 1.1  # a job that takes more than this multiple of its plan is not as planned
-_FORECAST = {"settings": {str: _VALUE}, "phases": {str: int}, "ranks": ([int], type(None)), "most": (int, float, type(None)),
-             "made_for": ({str: (dict, str)}, type(None))}  # fmt: skip
+_NONE = type(None)
+_FORECAST = {
+    "settings": {str: _VALUE},
+    "phases": {str: int},
+    "ranks": ([int], _NONE),
+    "most": (int, float, _NONE),
+    "made_for": ({str: (dict, str)}, _NONE),
+}
 _PLAN = {"stages": [{"name": str, "forecast": (_FORECAST, type(None))}]}
 _HEAP = "in its {} steps the heap grew by {} each: {} by the end of the first epoch, if it goes on"
 _BROKEN = frozenset({"failed", "out_of_memory", "timeout", "node_fail"})
