@@ -18,10 +18,10 @@ from memfit.errors import DamagedError
 from memfit.files import read_json
 from memfit.jobs import JobStatus, call_in_child, read_status
 from memfit.masking import mask
-from memfit.memory import DEVICE_RESERVE_BYTES, Budget, Footprint, why_tight
+from memfit.memory import Budget, Footprint, why_tight
 from memfit.pipeline._command import ALL, Choice, fill
 from memfit.pipeline._describe import StageSpec, list_units
-from memfit.pipeline._first_steps import BOUND, FirstSteps, launch_of, make_first_steps
+from memfit.pipeline._first_steps import BOUND, FirstSteps, jobs_on_gpu, launch_of, make_first_steps
 from memfit.pipeline._graph import PASSED, Graph
 from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, Source, Warm, order_of_config, with_threads
@@ -40,7 +40,7 @@ from memfit.planning import (
     list_step_lines,
 )
 from memfit.rundir import RunDir
-from memfit.units import format_bytes, format_count, format_duration
+from memfit.units import format_count, format_duration
 
 WITH_OTHER = "with other settings: "  # begins what is said of a figure that was measured on a job of other settings
 _TRACE_SECONDS = 30.0  # a model is traced so long at most; then the formula answers
@@ -262,7 +262,6 @@ def _stage(
     if forecast is not None and forecast.fits is False:  # also where /dev/shm alone is too small
         rows = [replace(row, fits=False) for row in rows]
     advice = _advice(rows, len(left)) if len(left) > 1 else ""
-    advice = "; ".join(filter(None, [advice, _share_gpu(budget, footprint, forecast, model)]))
     tight = "" if order.settings.accept_tight else _why_tight(footprint, rows, model)
     facts |= {"footprint": footprint, "origin": origin, "measure": measure, "rows": rows, "advice": advice}
     return StagePlan(**facts, model=model, forecast=forecast, tight=tight)
@@ -326,6 +325,11 @@ def _forecast(
         ledger, lacking = (whole, []) if is_whole else (ledger, lacking)
     if not (ledger.lines or loaders):
         return None
+    each = (
+        math.ceil(steps.on_gpu * (1 + BOUND)) if steps else taken.footprint.bytes_per_device if taken.footprint else 0
+    )
+    each = each or (model["device"]["device_bytes"]["upper"] if model else 0)
+    notes += [jobs_on_gpu(each, one.total_bytes) for one in node.budget.devices[:1] if each]
     limit, shm = node.budget.lendable_bytes, node.budget.shm
     if node.machine is not None and ranks < node.machine.nodes * node.machine.tasks_per_node:
         number = node.machine.nodes * node.machine.tasks_per_node
@@ -389,19 +393,6 @@ def _advice(rows: Sequence[AtOnce], num_jobs: int) -> str:
     if not all(row.fits for row in rows):
         text += "; data that all of them read needs no room in each if they map it (memfit.Panel, docs/data.md)"
     return text
-
-
-def _share_gpu(
-    budget: Budget, footprint: Footprint | None, forecast: Forecast | None, model: Mapping[str, Any] | None
-) -> str:
-    """Say how many such jobs share the smallest GPU, by what each takes of one at most; empty if that is not known."""
-    size = math.ceil((footprint.bytes_per_device if footprint else 0) * (1 + (forecast.slack if forecast else BOUND)))
-    size = size or (model["device"]["device_bytes"]["upper"] if model else 0)
-    if not (size and budget.devices):
-        return ""
-    gpu = min(budget.devices, key=lambda one: one.total_bytes)
-    number = max(0, gpu.total_bytes - DEVICE_RESERVE_BYTES) // size
-    return f"{format_count(number, 'such job')} on a GPU of {format_bytes(gpu.total_bytes)}: {format_bytes(size)} each"
 
 
 def _guessed(graph: Graph, runs: Sequence[RunDir], stage: StageSpec) -> list[Unit]:
