@@ -18,7 +18,7 @@ from memfit.config import fingerprint
 from memfit.errors import DamagedError, MemfitError
 from memfit.files import fits, read_json, write_json
 from memfit.jobs import ENDED, JobStatus, Parent, read_status
-from memfit.memory import Footprint, ProcReader, Status, Tree
+from memfit.memory import DEVICE_RESERVE_BYTES, Footprint, ProcReader, Status, Tree
 from memfit.pipeline._command import own_stdin
 from memfit.pipeline._describe import StageSpec
 from memfit.pipeline._graph import Graph
@@ -232,6 +232,16 @@ def _between(names: Sequence[Mapping[str, int]], most: int) -> int:
     """Return the bytes of shared memory that several ranks map."""
     sizes = {key: size for one in names for key, size in one.items()}
     return min(most, sum(size for key, size in sizes.items() if sum(key in one for one in names) > 1))
+
+
+def jobs_on_gpu(each: int, total: int) -> str:
+    """Say how many jobs share a GPU.
+
+    >>> jobs_on_gpu(7 << 30, 24 << 30)
+    '3 such jobs on a GPU of 24.00 GiB: 7.00 GiB each'
+    """
+    number = format_count(max(0, total - DEVICE_RESERVE_BYTES) // each, "such job")
+    return f"{number} on a GPU of {format_bytes(total)}: {format_bytes(each)} each"
 
 
 # The runs

@@ -18,10 +18,10 @@ from memfit.errors import DamagedError
 from memfit.files import read_json
 from memfit.jobs import JobStatus, call_in_child, read_status
 from memfit.masking import mask
-from memfit.memory import DEVICE_RESERVE_BYTES, Budget, Footprint, why_tight
+from memfit.memory import Budget, Footprint, why_tight
 from memfit.pipeline._command import ALL, Choice, fill
 from memfit.pipeline._describe import StageSpec, list_units
-from memfit.pipeline._first_steps import BOUND, FirstSteps, launch_of, make_first_steps
+from memfit.pipeline._first_steps import BOUND, FirstSteps, jobs_on_gpu, launch_of, make_first_steps
 from memfit.pipeline._graph import PASSED, Graph
 from memfit.pipeline._manifest import find_manifest
 from memfit.pipeline._order import Order, Source, Warm, order_of_config, with_threads
@@ -40,7 +40,7 @@ from memfit.planning import (
     list_step_lines,
 )
 from memfit.rundir import RunDir
-from memfit.units import format_bytes, format_count
+from memfit.units import format_count
 
 WITH_OTHER = "with other settings: "  # begins what is said of a figure that was measured on a job of other settings
 _TRACE_SECONDS = 30.0  # a model is traced so long at most; then the formula answers
@@ -100,7 +100,6 @@ class StagePlan:
     rows: Sequence[AtOnce] = ()  # memory and time by the number of jobs at once
     model: Mapping[str, Any] | None = None  # what ``memfit.planning.ask`` says of the model that it names
     forecast: Forecast | None = None  # on each process, rank, node and GPU; None if only one job's peak is known
-    on_gpu: str = ""  # how many such jobs share the smallest GPU
     tight: str = ""  # why its declared or estimated peak is tight and not accepted: a run refuses it
 
     @property
@@ -269,7 +268,6 @@ def _stage(
     rows = _rows(order, budget, footprint, taken.seconds, len(left)) if footprint and left else ()
     if forecast and forecast.fits is False:  # also where /dev/shm alone is too small
         rows = [replace(row, fits=False) for row in rows]
-    facts["on_gpu"] = _share_gpu(budget, footprint, forecast, model)
     tight = "" if order.settings.accept_tight else _why_tight(footprint, rows, model)
     facts |= {"footprint": footprint, "origin": origin, "measure": measure, "rows": rows}
     return StagePlan(**facts, model=model, forecast=forecast, tight=tight)
@@ -332,6 +330,11 @@ def _forecast(
         ledger, lacking = (whole, []) if is_whole else (ledger, lacking)
     if not (ledger.lines or loaders):
         return None
+    each = (
+        math.ceil(steps.on_gpu * (1 + BOUND)) if steps else taken.footprint.bytes_per_device if taken.footprint else 0
+    )
+    each = each or (model["device"]["device_bytes"]["upper"] if model else 0)
+    notes += [jobs_on_gpu(each, one.total_bytes) for one in node.budget.devices[:1] if each]
     limit, shm = node.budget.lendable_bytes, node.budget.shm
     return Forecast(
         ledger,
@@ -379,19 +382,6 @@ def _model(order: Order, stage: StageSpec, budget: Budget) -> Mapping[str, Any]:
     gpu, available, notes = find_this_gpu(budget)
     answer = ask_of_model(asked, gpu=gpu, available_bytes=available, time_limit=_TRACE_SECONDS)
     return answer | {"notes": [*answer["notes"], *notes]}
-
-
-def _share_gpu(
-    budget: Budget, footprint: Footprint | None, forecast: Forecast | None, model: Mapping[str, Any] | None
-) -> str:
-    """Say how many such jobs share the smallest GPU, by what each takes of one at most; empty if that is not known."""
-    size = math.ceil((footprint.bytes_per_device if footprint else 0) * (1 + (forecast.slack if forecast else BOUND)))
-    size = size or (model["device"]["device_bytes"]["upper"] if model else 0)
-    if not (size and budget.devices):
-        return ""
-    gpu = min(budget.devices, key=lambda one: one.total_bytes)
-    number = max(0, gpu.total_bytes - DEVICE_RESERVE_BYTES) // size
-    return f"{format_count(number, 'such job')} on a GPU of {format_bytes(gpu.total_bytes)}: {format_bytes(size)} each"
 
 
 def _guessed(graph: Graph, runs: Sequence[RunDir], stage: StageSpec) -> list[Unit]:

@@ -48,7 +48,7 @@ def view_run_plan(plan: RunPlan) -> Iterator[Part]:
         first, *lines = _lines(stage)
         yield Facts([(stage.name, first)], width)
         forecast = _forecast(stage.forecast) if stage.forecast is not None else ()
-        yield Inset([*lines, *forecast, *_matrix(stage), *filter(None, [stage.on_gpu])], width)
+        yield Inset([*lines, *forecast, *_matrix(stage)], width)
     steps = any(stage.origin.startswith("first steps") for stage in plan.stages)
     yield "\nOnly first steps were run." if steps else "\nNothing was started."
 
