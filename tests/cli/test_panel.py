@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import pty
-import re
 import signal
 import subprocess
 import sys
@@ -106,7 +105,7 @@ def test_verify_names_the_file_that_was_changed(memfit, prices):
     check_refused(memfit("panel", "verify", "out"), f"{file} was changed between bytes 0 and ", "rm -r ")
 
 
-@pytest.mark.parametrize("verb", ["build", "info", "verify", "pack", "sizes"])
+@pytest.mark.parametrize("verb", ["build", "info", "verify", "pack"])
 def test_each_verb_has_help_that_ends_with_its_exit_codes(memfit, verb):
     done = memfit("panel", verb, "--help")
     assert done.exit_code == 0
@@ -202,26 +201,3 @@ def test_ctrl_c_ends_the_child_and_leaves_nothing(scenes):
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()
     assert not list(scenes.glob("*out*"))
-
-
-@pytest.mark.proves("S0-03")
-def test_sizes_are_shown_by_column_and_absurd_ones_flagged(memfit, prices):
-    done = memfit("panel", "sizes", "prices.parquet")
-    assert done.exit_code == 0
-    lines = {line.split()[0]: line.split() for line in done.out.splitlines()}
-    assert lines["f1"][1:4] == ["double", *done_size(prices, "f1")]
-    assert lines["all"][1:3] == ["50", "rows"]
-    facts = json.loads(memfit("panel", "sizes", "prices.parquet", "--json").out)
-    by_name = {column["name"]: column for column in facts["columns"]}
-    assert by_name["f1"]["pandas_bytes"] == 400
-    assert not any(column["flagged"] for column in facts["columns"])
-    assert facts["total"]["pandas_bytes"] == sum(column["pandas_bytes"] for column in facts["columns"])
-    pq.write_table(pa.table({"same": [0.0] * 10_000}), "same.parquet")
-    done = memfit("panel", "sizes", "same.parquet")
-    assert re.search(r"^same +double .* a panel holds it once for all processes", done.out, re.MULTILINE)
-
-
-def done_size(prices, name):
-    column = pq.ParquetFile(prices / "prices.parquet").metadata.row_group(0).column(2)
-    assert column.path_in_schema == name
-    return [str(column.total_compressed_size), "B"]

@@ -1,9 +1,8 @@
-"""``memfit panel``: build, inspect and check panels; pack objects; the sizes of columns."""
+"""``memfit panel``: build, inspect and check panels; pack objects."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +15,6 @@ from memfit.units import format_bytes, format_count, list_some
 
 if TYPE_CHECKING:
     from memfit.data import Panel
-    from memfit.reports import Part
 
 panel = typer.Typer(
     help="Build, inspect and check panels: dates x assets x features in mapped files.\n\n"
@@ -29,10 +27,9 @@ panel = typer.Typer(
 Where = Annotated[Path, typer.Argument(help="A panel's folder, or a cache folder: its newest panel.", metavar="PATH")]
 Sources = Annotated[
     list[Path],
-    typer.Argument(help="Parquet, Arrow or CSV files, or folders of them; rows in any order.", metavar="SOURCE..."),
+    typer.Argument(help="Parquet or Arrow files, or folders of them; rows in any order.", metavar="SOURCE..."),
 ]
-_NUM_NAMED, _TYPE_WIDTH, _ABSURD = 12, 24, 10  # a column of at least this ratio is flagged
-_SIZES = ("disk_bytes", "pandas_bytes")
+_NUM_NAMED = 12
 _IN_TITLE = ("path", "bytes", "num_dates", "num_assets", "reused")  # facts that the first line has
 
 
@@ -52,7 +49,7 @@ def build(
 
     The panel lies in FOLDER/<fingerprint>/: plain .npy files that any number of processes map and none copies. A
     pattern finds the columns of numbers that match it and are neither index nor target. Rows are read a few thousand at
-    a time. A date and asset without a row, and a missing value, are NaN. The types of a CSV file follow from all rows.
+    a time. A date and asset without a row, and a missing value, are NaN.
 
     Exit codes: 0 done, 2 bad input, a full disk, or a panel there that is damaged.
     """
@@ -140,49 +137,6 @@ def _packed(found: dict[str, Any]) -> list[str]:
         f"{found['path']}: packed, {items}{of}, {format_bytes(found['bytes'])}",
         f'  use it: PackedDataset.open("{found["path"]}")',
     ]
-
-
-@panel.command(short_help="Compare columns on disk with columns in memory.")
-def sizes(
-    sources: Sources,
-    as_json: AsJson = False,
-) -> None:
-    """Show what each column of files takes on disk and in pandas.
-
-    memfit panel sizes prices.parquet
-
-    The ratio is pandas to disk; from 10 on, the last column says what takes less. Text that repeats is small on disk
-    and large in memory.
-
-    Exit codes: 0 done, 2 bad input.
-    """
-    from memfit.data import column_sizes
-
-    with bar("reading") as progress:
-        num_rows, found = column_sizes(sources, progress=progress)
-    names = ("name", *_SIZES, "ratio", "remedy")
-    columns = [
-        {name: getattr(one, name) for name in names} | {"type": str(one.type), "flagged": one.ratio >= _ABSURD}
-        for one in found
-    ]
-    total = {name: sum(column[name] for column in columns) for name in _SIZES}
-    facts = {"num_rows": num_rows, "columns": columns, "total": total}
-    answer(facts, as_json, _view_sizes(facts))
-
-
-def _view_sizes(facts: dict[str, Any]) -> Iterator[Part]:
-    from memfit.reports import Table
-
-    total, rows = facts["total"], []
-    ratio = total["pandas_bytes"] / max(1, total["disk_bytes"])
-    last = {**total, "name": "all", "type": format_count(facts["num_rows"], "row"), "ratio": ratio}
-    for one in (*facts["columns"], last):
-        sizes = [format_bytes(one[name]) for name in _SIZES]
-        remedy = one["remedy"] if one.get("flagged") else ""
-        rows.append((one["name"], one["type"][:_TYPE_WIDTH], *sizes, f"{one['ratio']:,.1f}", remedy))
-    headings = ("column", "type", "on disk", "pandas", "ratio", "what takes less")
-    words = ("column", "type", "what takes less")  # on a narrow terminal they break, and sizes are whole
-    yield Table(headings, rows, words, fold=words)
 
 
 def _open(path: Path) -> Panel:

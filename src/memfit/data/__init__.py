@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from memfit.data._pickles import pack_source as pack_source
     from memfit.data._pickles import remove_leftovers as remove_leftovers
     from memfit.data._sequences import SequenceLoader as SequenceLoader
-    from memfit.data._sizes import column_sizes as column_sizes
     from memfit.data._source import Source as Source
     from memfit.data._source import decode_dates as decode_dates
     from memfit.data._source import match_columns as match_columns

@@ -82,7 +82,7 @@ class Panel:
         before it is used again. On NFS the lock works where flock does; Lustre needs the mount option ``flock``.
 
         Args:
-            source: A Parquet, Arrow IPC or CSV file, a folder of them, a list of them, or a table; rows in any order.
+            source: A Parquet or Arrow IPC file, a folder of them, a list of them, or a table; rows in any order.
             directory: The cache folder; the panel lies in ``directory/<first 16 digits of its fingerprint>/``.
             index: The column of dates (date32, date64, timestamps on midnight in their zone, or ISO 8601 text) and that
                 of asset codes (text or integers, kept as text and sorted as text).

@@ -1,4 +1,4 @@
-"""Read the rows of Parquet, Arrow and CSV files and in-memory tables, a few thousand at a time."""
+"""Read the rows of Parquet and Arrow files and in-memory tables, a few thousand at a time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from memfit.data._csv import is_csv, open_csv
 from memfit.errors import DataError, nearest
 
 _BUFFER_BYTES = 1 << 18
 _DECODED_BYTES = 4 << 20
-_SUFFIXES = (".parquet", ".feather", ".arrow", ".ipc", ".csv")
+_SUFFIXES = (".parquet", ".feather", ".arrow", ".ipc")
 _NUM_NAMED = 8
 #: Files are hashed in pieces of this size, by several threads.
 _CHUNK_BYTES, _PIECE_BYTES = 64 << 20, 1 << 20
@@ -36,7 +35,7 @@ class Source:
     """Files or one table, not read yet.
 
     Attributes:
-        paths: Parquet or Arrow IPC files, told apart by their first bytes, or CSV files by their name.
+        paths: Parquet or Arrow IPC files, told apart by their first bytes.
         table: An in-memory table instead of files.
     """
 
@@ -45,7 +44,7 @@ class Source:
 
     @classmethod
     def of(cls, source: SourceLike) -> Source:
-        """Return the source of a path, a folder (all its Parquet, Arrow and CSV files), a list of them or a table."""
+        """Return the source of a path, a folder (all its Parquet and Arrow files), a list of them or a table."""
         if isinstance(source, pa.Table):
             return cls(table=source)
         named = [source] if isinstance(source, str | Path) else list(source)
@@ -59,7 +58,7 @@ class Source:
         return cls(paths=paths)
 
     def schemas(self) -> Iterator[tuple[str, pa.Schema]]:
-        """Yield each part's name and schema, from the files' headers; from all rows of CSV."""
+        """Yield each part's name and schema, from the files' headers."""
         if self.table is not None:
             yield "the table", self.table.schema
         for path in self.paths:
@@ -76,7 +75,8 @@ class Source:
         for path in self.paths:
             with opened(path, wanted) as file:
                 is_parquet = isinstance(file, pq.ParquetFile)
-                for batch in file.iter_batches(num_rows, columns=wanted) if is_parquet else batches_of(file):
+                parts = () if is_parquet else map(file.get_batch, range(file.num_record_batches))
+                for batch in file.iter_batches(num_rows, columns=wanted) if is_parquet else parts:
                     for start in range(0, batch.num_rows, num_rows):
                         yield batch.slice(start, num_rows)
 
@@ -129,7 +129,7 @@ def _expand(path: Path) -> list[Path]:
     elif path.is_file():
         return [path]
     remedy = "name an existing file or folder"
-    what = "holds no Parquet, Arrow or CSV file" if path.is_dir() else "is neither a file nor a folder"
+    what = "holds no Parquet or Arrow file" if path.is_dir() else "is neither a file nor a folder"
     if not path.exists():
         what = "is not there"
         if set("*?[") & set(str(path)):
@@ -141,34 +141,29 @@ def _expand(path: Path) -> list[Path]:
     )
 
 
-def _form(path: Path) -> Literal["parquet", "arrow", "csv"]:
-    """Return the form of a file, by its first bytes, or its name for CSV; a DataError if it has none of them."""
+def _form(path: Path) -> Literal["parquet", "arrow"]:
+    """Return the form of a file, by its first bytes; a DataError if it has neither."""
     with open(path, "rb") as file:
         head = file.read(6)
     if head[:4] == b"PAR1" or head == b"ARROW1":
         return "parquet" if head[:4] == b"PAR1" else "arrow"
-    if is_csv(path):
-        return "csv"
     what = "is an Arrow IPC stream" if head[:4] == b"\xff\xff\xff\xff" else f"begins with {head!r}"
     raise DataError(
         f"{path} is neither a Parquet nor an Arrow file: it {what}.",
-        rule="a Parquet file begins with PAR1, an Arrow IPC file with ARROW1, and CSV is named .csv or .csv.gz.",
-        remedy="convert it, for example with pyarrow.ipc.open_stream and pyarrow.parquet.write_table, or name it .csv",
+        rule="a Parquet file begins with PAR1, and an Arrow IPC file with ARROW1.",
+        remedy="convert it; a CSV file: pandas.read_csv(...).to_parquet(...)",
     )
 
 
 @contextmanager
 def opened(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
-    """Open a Parquet, a mapped Arrow IPC or a CSV file for some columns; an error of pyarrow becomes a DataError."""
+    """Open a Parquet or a mapped Arrow IPC file for some columns; an error of pyarrow becomes a DataError."""
     try:
         form = _form(path)
         if form == "parquet":
             # pyarrow's default keeps every byte read until the file is closed.
             with pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
                 yield file
-        elif form == "csv":
-            with open_csv(path, columns) as reader:
-                yield reader
         else:
             with pa.memory_map(str(path)) as mapped:
                 reader = pa.ipc.open_file(mapped)
@@ -184,13 +179,6 @@ def opened(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
             rule="the file must be whole; no other process may still be writing it.",
             remedy=f"check or restore it: ls -l {path}",
         ) from error
-
-
-def batches_of(reader: Any) -> Iterator[pa.RecordBatch]:
-    """Yield all batches of an Arrow IPC or a CSV file, one at a time."""
-    if not hasattr(reader, "get_batch"):
-        return iter(reader)
-    return (reader.get_batch(i) for i in range(reader.num_record_batches))
 
 
 def match_columns(source: SourceLike, patterns: Sequence[str], *, taken: Sequence[str] = ()) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from memfit.memory import HOST, Course, Growth, Sample, explain_death, find_grow
 from memfit.rundir import Event, event_time
 
 _STEP = {"epoch": int, "step": int, "num_steps": int, "num_epochs": (int, type(None))}
-_FIRST_LOOK, _LATER_LOOKS = 16, 1.04  # it looks again once there are so many times as many lines
+_FIRST_LOOK, _LATER_LOOKS = 12, 1.04  # it looks again once there are so many times as many lines
 _MOVED, _LEVEL = 0.1, 0.25
 
 
