@@ -37,7 +37,7 @@ LEFT_OUT = ("benchmarks", "conformance", "examples", "gpus", "slurm", "vm")
 LIGHT = {
     "oldest": """
         config/test_problems.py config/test_types.py config/test_yaml.py cli/test_flags_of_typer.py
-        data/test_arrow.py::test_numbers_are_those_of_pyarrow_also_of_a_slice data/test_csv.py data/test_source.py
+        data/test_arrow.py::test_numbers_are_those_of_pyarrow_also_of_a_slice data/test_source.py
         estimation/test_huggingface.py::test_a_config_becomes_a_step_in_the_dtype_of_the_setup
         estimation/test_huggingface.py::test_experts_run_in_fp32_too
         integrations/test_accelerate.py::test_safe_step_recovers_stops_and_resumes integrations/test_canary.py
@@ -49,7 +49,7 @@ LIGHT = {
     "newest": """
         config/test_problems.py config/test_types.py config/test_yaml.py cli/test_budget.py cli/test_completion.py
         cli/test_diagnose.py cli/test_flags_of_typer.py cli/test_launch.py cli/test_run_command.py
-        data/test_arrow.py::test_numbers_are_those_of_pyarrow_also_of_a_slice data/test_csv.py diagnosis/test_fix.py
+        data/test_arrow.py::test_numbers_are_those_of_pyarrow_also_of_a_slice diagnosis/test_fix.py
         diagnosis/test_kernel_log.py diagnosis/test_runs.py doctor/test_checks.py jobs/test_child.py
         jobs/test_death.py memory/test_budget.py memory/test_cgroup.py memory/test_process.py memory/test_walls.py
         planning/test_plan.py reports/test_runs.py reports/test_summary.py test_claims.py test_main.py

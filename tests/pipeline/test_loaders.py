@@ -139,14 +139,6 @@ def test_a_declared_rank_is_counted_for_each_and_what_is_not_counted_is_said(tmp
 
 
 @pytest.mark.slow
-def test_what_does_not_lie_in_shm_fits_nowhere_in_a_plan(tmp_path):
-    config = CONFIG | {"resources": {"ranks": 2, "memory": "4GiB"}}
-    (tmp_path / "machine.yaml").write_text(MACHINE.format("64GiB") + "shm: 1MiB\n")
-    [stage] = plan_run(config, on=tmp_path / "machine.yaml").stages
-    assert (stage.fits, stage.forecast.fits, stage.rows[0].fits) == (False, False, False)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("on", [Path("machine.yaml"), None])
 @pytest.mark.parametrize("measured", range(5))
 def test_the_rows_and_the_node_of_a_plan_are_one_sum_whatever_the_ranks(tmp_path, measured, on):
