@@ -13,20 +13,18 @@ from memfit_workloads.finance.panels import Count, DataParams, Weight, refuse_ot
 _OF_KIND = {
     "purged": ("lookback_size",),
     "walk_forward": ("train_size", "warm_start"),
-    "combinatorial": ("n_test_splits",),
 }
 
 
 class SplitParams(config.Settings):
     """How dates become folds; labels are purged by the longest horizon in any case."""
 
-    kind: Literal["purged", "walk_forward", "combinatorial"] = "purged"
-    n_splits: int = Field(5, ge=2, description="folds; combinatorial: blocks, of which each fold tests some")
+    kind: Literal["purged", "walk_forward"] = "purged"
+    n_splits: int = Field(5, ge=2, description="folds")
     embargo_size: int = Field(5, ge=0, description="dates dropped after a test block's labels; walk_forward: before it")
     lookback_size: int = Field(0, ge=0, description="purged: dates of feature overlap to drop as well")
     train_size: int | None = Field(None, ge=1, description="walk_forward: the most dates to train on, None for all")
     warm_start: bool = Field(False, description="walk_forward: begin a fold with the weights of the one before")
-    n_test_splits: int = Field(2, ge=2, description="combinatorial: blocks that a fold tests")
 
     @model_validator(mode="after")
     def _settings_fit_the_kind(self) -> SplitParams:
@@ -41,8 +39,6 @@ class SplitParams(config.Settings):
                 "must name all dates it was trained on"
             )
         refuse_others(self, "kind", _OF_KIND)
-        if self.kind == "combinatorial" and self.n_test_splits >= self.n_splits:
-            raise ValueError(f"n_test_splits ({self.n_test_splits}) must be less than n_splits ({self.n_splits})")
         return self
 
 

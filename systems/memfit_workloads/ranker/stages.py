@@ -25,7 +25,7 @@ from memfit_workloads import finance
 from memfit_workloads.finance.batches import step_of
 from memfit_workloads.finance.panels import fingerprint, hold_out, market, scale_of
 from memfit_workloads.ranker.batches import ListBatch, ListBatches
-from memfit_workloads.ranker.data import check, check_judging, path_of_dates, prepare
+from memfit_workloads.ranker.data import check, check_judging, prepare
 from memfit_workloads.ranker.params import RankerParams, TrainParams
 from memfit_workloads.ranker.scoring import fold_metrics, lists_to_score, score_table, validation_metrics
 
@@ -48,10 +48,6 @@ def train_fold(context: Context, params: RankerParams) -> dict[str, float]:
     phase("validate")
     with _scored(model, ema, context.dir, params.train):
         scores = score_table(model, panel, lists_to_score(panel, test_dates, params), params)
-    paths = path_of_dates(panel, params, context.unit["fold"])
-    if paths is not None:
-        place = np.searchsorted(panel.dates, scores.column("date").to_numpy().astype("datetime64[D]"))
-        scores = scores.append_column("path", pa.array(paths[place]))
     context.save("scores", scores)
     for path in sorted([*context.dir.glob("*.pt"), *context.dir.glob("best"), context.dir / "latest"]):
         context.save(path.stem, checkpoint_path(path))  # what is blended then counts as a result
