@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from memfit import config
 from memfit_workloads.finance import JudgeSettings
 from memfit_workloads.finance.panels import Count, DataParams, Weight, refuse_others
+from memfit_workloads.own import Network, Target
 
 _OF_KIND = {
     "purged": ("lookback_size",),
@@ -42,9 +43,10 @@ class SplitParams(config.Settings):
         return self
 
 
-class ModelParams(config.Settings):
-    """The encoder."""
+class ModelParams(Network):
+    """The network: an encoder with these sizes, or your own."""
 
+    target: Target = "memfit_workloads.ranker.model:PatchRanker"
     patch_size: int = Field(10, ge=1, description="dates in a patch")
     width: int = Field(32, ge=1, description="width of a token")
     num_layers: int = Field(1, ge=1, description="encoder layers")
@@ -121,7 +123,8 @@ class RankerParams(JudgeSettings):
 
     @model_validator(mode="after")
     def _sections_fit_together(self) -> RankerParams:
-        for whole, part in (("data.lookback", "model.patch_size"), ("model.width", "model.num_heads")):
+        parts = (("data.lookback", "model.patch_size"), ("model.width", "model.num_heads"))
+        for whole, part in () if self.model.is_own else parts:
             sizes = [getattr(getattr(self, section), key) for section, key in (whole.split("."), part.split("."))]
             if sizes[0] % sizes[1]:
                 raise ValueError(f"{whole} ({sizes[0]}) must be a multiple of {part} ({sizes[1]})")

@@ -1,0 +1,83 @@
+"""A user's own network in each system: it trains from a config, killed too; a wrong shape ends before the first job."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import kills
+from stages_here import runs_here
+
+NETWORKS = Path(__file__).parents[3] / "examples/own_networks"
+STOCKS = {"source": "generated", "num_dates": 110, "num_assets": 10, "num_features": 2, "lookback": 10,
+          "information_coefficient": 0.5, "horizons": [1, 2], "main_horizon": 2}  # fmt: skip
+SYSTEMS = {
+    "ranker": ("Ranker", "fold_1", {
+        "data": STOCKS, "splits": {"n_splits": 2, "embargo_size": 2}, "blend": "latest",
+        "model": {"params": {"width": 8, "num_heads": 2}},
+        "train": {"num_epochs": 2, "dates_per_batch": 2, "device": "cpu"},
+    }),
+    "forecaster": ("Gat", "fold_1", {
+        "data": STOCKS, "splits": {"n_splits": 2, "embargo_size": 2}, "graph": {"neighbours": 3, "window": 20},
+        "model": {"params": {"width": 8, "num_heads": 2}},
+        "train": {"num_epochs": 2, "batch_size": 100, "device": "cpu"},
+    }),
+}  # fmt: skip
+#: The returned shape, and the one that is needed.
+SHAPES = {"ranker": ("[32, 2, 1]", "[32, 2]"), "forecaster": ("[32, 2, 1]", "[32, 2]")}
+#: It makes a network's answer another shape.
+WRONG = """
+import functools
+right = {name}.forward
+{name}.forward = functools.wraps(right)(lambda *args, **given: right(*args, **given)[..., None])
+"""
+systems = pytest.mark.parametrize("system", SYSTEMS)
+
+
+def write(folder, system, **own):
+    """A folder as a user has it: a config, and beside it a file with the network."""
+    name, _, params = SYSTEMS[system]
+    params = params | {"model": {"target": f"nets:{name}", **params["model"]}} | own
+    content = {"experiment": "own", "seed": 3, "params": params, "skip": ["health"] if system == "ranker" else [],
+               "target": f"memfit_workloads.{system}.stages:{system.upper()}"}  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(json.dumps(content))
+    shutil.copy(NETWORKS / f"{system}.py", folder / "nets.py")
+    return folder
+
+
+@pytest.mark.slow
+@systems
+def test_a_wrong_shape_is_refused_with_both_before_the_first_job(system, memfit, tmp_path):
+    write(tmp_path, system)
+    name = SYSTEMS[system][0]
+    with open(tmp_path / "nets.py", "a") as file:
+        file.write(WRONG.format(name=name))
+    with runs_here():
+        refused = memfit("run", "config.yaml")
+    returned, needed = SHAPES[system]
+    assert refused.exit_code == 2
+    assert f"returns the shape {returned}, and {needed} is needed" in refused.err
+    assert "forward gets what it names of" in refused.err and not Path("runs").exists()
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@systems
+def test_a_network_is_planned_trained_killed_and_trained_again_when_it_changed(system, memfit, tmp_path, one_thread):
+    write(tmp_path, system)
+    job = SYSTEMS[system][1]
+    stage = job.partition("_")[0]
+    with runs_here():
+        assert "Nothing was started" in memfit("run", "config.yaml", "--plan").out
+        quiet = Path(json.loads(memfit("run", "config.yaml", "--json").out)["run"])
+    killed = kills.run(write(tmp_path / "killed", system), kill_at=[kills.epoch(job, 1)])
+    expected, found = (kills.numbers_in(one) for one in (quiet, killed.path))
+    assert {f"{job}/best", job} <= {name for name in found if name in expected and found[name] == expected[name]}
+    assert {name for name in found if found[name] != expected.get(name)} <= {"stage_decision"}  # it names its run
+    (tmp_path / "nets.py").write_text((tmp_path / "nets.py").read_text().replace("nn.Linear", "nn.modules.Linear"))
+    with runs_here():
+        assert re.search(rf"{stage} +would run .*nets changed", memfit("run", "config.yaml", "--plan").out)
