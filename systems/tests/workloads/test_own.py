@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 import kills
+from memfit_workloads.forecaster.params import ForecasterParams
+from memfit_workloads.ranker.params import RankerParams
+from memfit_workloads.ranker.stages import RANKER
 from memfit_workloads.video.clips import make_clips
 from stages_here import runs_here
 
@@ -67,6 +71,42 @@ def write(folder, system, **own):
         made = runpy.run_path(str(folder / "nets.py"))["Backbone"](2)
         torch.save(made.state_dict(), folder / "backbone.pt")
     return folder
+
+
+@pytest.mark.parametrize(
+    ("params", "given", "why"),
+    [
+        (
+            RankerParams,
+            {"model": {"target": "nets:Net", "width": 8}},
+            "model.width belongs to .*PatchRanker; of nets:Net",
+        ),
+        (RankerParams, {"model": {"params": {"width": 8}}}, "model.params belongs to a model.target of your own"),
+        (RankerParams, {"model": "nets"}, "model.target"),
+        (ForecasterParams, {"model": "nets:Net", "pretrain": {"num_epochs": 1}}, "it trains that network's encoder"),
+    ],
+)
+def test_settings_of_another_network_are_refused(params, given, why):
+    with pytest.raises(ValidationError, match=why):
+        params.model_validate(given)
+
+
+def test_a_function_may_make_the_network_and_its_file_of_weights_is_data(tmp_path, monkeypatch):
+    (tmp_path / "nets_of_own.py").write_text(
+        "from torch import nn\n\ndef make(num_features, lookback, num_horizons, weights):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(num_features * lookback, num_horizons))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    weights = tmp_path / "weights.pt"
+    given = {"data": STOCKS, "model": {"target": "nets_of_own:make", "params": {"weights": str(weights)}}}
+    params = RankerParams.model_validate(given)
+    RANKER.check(params)  # it takes the first input
+    assert params.model.fingerprint() == ""
+    weights.write_bytes(b"1")
+    first = params.model.fingerprint()
+    weights.write_bytes(b"2")
+    assert "" != first != RANKER.fingerprint(params)["fold"] == params.model.fingerprint()
+    assert RankerParams.model_validate({"model": "nets_of_own:make"}).model.is_own and not RankerParams().model.is_own
 
 
 @pytest.mark.slow
