@@ -75,7 +75,7 @@ def describe(
     chosen = [replace(one, needs=tuple(name for name in one.needs if name not in left_out)) for one in chosen]
     stages = in_order(chosen, params, target, workload.params)
     stages = [replace(one, data=data if isinstance(data, str) else data.get(one.name, "")) for one in stages]
-    asked = [one for one in chosen if with_memory]
+    asked = chosen if with_memory else []
     least = {one.name: one.probe.memory(nested.value) for one in asked if one.probe and one.probe.memory}
     stages = [replace(one, memory_bytes=least.get(one.name)) for one in stages]
     if units:

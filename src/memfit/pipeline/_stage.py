@@ -171,7 +171,7 @@ def write_tables(tables: Sequence[Mapping[str, Any]]) -> None:
     from pyarrow import feather
 
     sys.meta_path.insert(0, _NoPandas)
-    pa.array([0])  # it looks once whether a list is of pandas' types; to load it takes longer than all else here
+    pa.array([0])  # it looks for pandas' types once; to load it takes longest here
     sys.meta_path.remove(_NoPandas)
     for table in tables:
         rows = sorted(table["rows"], key=lambda row: (len(row["unit"]) if row["unit"].isdigit() else 0, row["unit"]))

@@ -132,6 +132,7 @@ def test_a_network_is_planned_trained_killed_and_trained_again_when_it_changed(s
     _, stage, job, _ = SYSTEMS[system]
     with runs_here():
         assert "Nothing was started" in memfit("run", "config.yaml", "--plan").out
+        assert re.search(r"weights +[0-9.]+ KiB", memfit("estimate", "config.yaml").out)
         quiet = Path(json.loads(memfit("run", "config.yaml", "--json").out)["run"])
     killed = kills.run(write(tmp_path / "killed", system), kill_at=[kills.epoch(job, 1)])
     expected, found = (kills.numbers_in(one) for one in (quiet, killed.path))
