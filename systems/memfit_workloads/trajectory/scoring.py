@@ -185,8 +185,7 @@ def report(context: Context, params: TrajectoryParams) -> dict[str, Any]:
 def _judge_split(context: Context, split: str, paths: Floats) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
     """Return `METRICS` of model (seeds, S, 7) and baselines (1, S, 7), and the block of each scene."""
     seeds = [unit.arrays("chosen")[split] for unit in context.units("choose")]
-    names = ("model", "constant_velocity", "nearest_entry", "constant_turn", "driven")
-    parts: dict[str, list[Floats]] = {name: [] for name in names}
+    parts = {one: list[Floats]() for one in ("model", "constant_velocity", "nearest_entry", "constant_turn", "driven")}
     blocks, start = [], 0
     for number, unit in enumerate(context.units("prepare")):
         stored, road = unit.arrays("scenes"), unit.arrays("road")

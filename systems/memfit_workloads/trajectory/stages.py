@@ -37,18 +37,18 @@ def _step(context: Context, params: TrajectoryParams) -> Any:
     return training.training_step(context, params)
 
 
-def _new_model(params: TrajectoryParams) -> Any:
-    from memfit_workloads.trajectory import training
-
-    return training.new_model(params, np.zeros((params.vocabulary.size, params.data.num_future, 2)))
-
-
 def check(params: TrajectoryParams) -> None:
     """Refuse a simulator or a place that is not there, and a network that does not fit."""
+
+    def make() -> Any:
+        from memfit_workloads.trajectory import training
+
+        return training.new_model(params, np.zeros((params.vocabulary.size, one.num_future, 2)))
+
     data.check(params)
     one, size = params.data, params.data.raster_size
     inputs = {"history": ("float32", (2, one.num_history, 2)), "raster": ("uint8", (2, 3, size, size))}
-    own.try_out(params.model, lambda: _new_model(params), inputs, (2, 5, params.vocabulary.size))
+    own.try_out(params.model, make, inputs, (2, 5, params.vocabulary.size))
 
 
 _EACH_PLACE, _EACH_SEED = "place in params.data.places", "seed in params.seeds"

@@ -19,7 +19,6 @@ from memfit.pipeline import Context
 from memfit.rundir import phase
 from memfit.training import KeyedDataset, KeyedSampler, Trainer, find_device, load_checkpoint, seed_everything
 from memfit_workloads import own
-from memfit_workloads.finance.batches import step_of
 from memfit_workloads.trajectory.data import INPUTS, SPLITS, Scenes
 from memfit_workloads.trajectory.model import distances
 from memfit_workloads.trajectory.params import ModelParams, TrajectoryParams
@@ -63,14 +62,17 @@ def new_model(params: TrajectoryParams, vocabulary: Any) -> Any:
 
 def training_step(context: Context, params: TrajectoryParams) -> Callable[[Any], None]:
     """Return one step of a training, without what a trainer does around it."""
-    settings, device = params.trainer.params, find_device("auto")
+    device = find_device("auto")
     model = new_model(params, context["vocabulary"].arrays("vocabulary")["paths"]).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 
-    def loss(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
-        return scorer_loss(params.model, model, [one.to(device) for one in batch])
+    def step(batch: Any) -> None:
+        total, weight = scorer_loss(params.model, model, [one.to(device) for one in batch])
+        optimizer.zero_grad()
+        torch.autograd.backward(total / weight)
+        optimizer.step()
 
-    return step_of(model, optimizer, loss, settings.gradient_clip_val or float("inf"))
+    return step
 
 
 def loaders(params: TrajectoryParams) -> list[DataLoader[Any]]:
