@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from memfit.errors import UsageError
-from memfit.training import load_checkpoint, save_checkpoint
+from memfit.training import checkpoint_path, load_checkpoint, save_checkpoint
 
 IntegerBuffers = Literal["equal", "last"]
 
@@ -102,7 +102,8 @@ def _check_paths(paths: Sequence[Path], output: Path) -> None:
 
 
 def _source_of(path: Path, content: Mapping[str, Any]) -> Source:
-    with open(path, "rb") as file:
+    place = checkpoint_path(path)
+    with open(place / "SEAL.json" if place.is_dir() else place, "rb") as file:  # the seal has the digests of all parts
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return Source(str(path), digest, content.get("epoch"), content.get("fit"))
 

@@ -200,7 +200,7 @@ def test_constants_of_the_params_count_and_fields_do_not(flow):
 READ = [
     ({"one": "import two\ndef stage(): return two.first()", "two": "def first(): return 1"}, "two", "1", "2", True),
     ({"one": "import two\ndef stage(): return 0", "two": "def first(): return 1"}, "two", "1", "2", False),
-    ({"one": "def stage(): return 0", "two": ""}, "one", "0", "0  # a comment", False),
+    ({"one": "def stage(): return 0", "nets": "class Net:\n  size = 1"}, "nets", "1", "2", True),  # a setting names it
     ({"one": "def stage(): return 0\ndef other(): return 1", "two": ""}, "one", "1", "2", False),
     ({"one": "class Of:\n  a = 1\ndef stage(one: Of): return 0"}, "one", "a = 1", "a = 2", False),  # which no call reads
     # what an import does: by a decorator, a statement, a base class, or in the body of a class
@@ -249,12 +249,12 @@ def test_code_is_found_by_what_its_files_say(tmp_path, monkeypatch, files, file,
             text = text.replace(f"as {other} as", "as").replace(f"from {other} ", f"from {package}_{other} ")
         write(tmp_path / f"{package}_{name}.py", text)
     monkeypatch.syspath_prepend(tmp_path)
-    stage = importlib.import_module(f"{package}_one").stage
-    first, _ = code_of(stage, f"{package}_one:stage")
+    asked = importlib.import_module(f"{package}_one").stage, f"{package}_one:stage", None, [f"{package}_nets:Net"]
+    first, _ = code_of(*asked)
     path = tmp_path / f"{package}_{file}.py"
     assert before in path.read_text()
     write(path, path.read_text().replace(before, after))
-    assert (code_of(stage, f"{package}_one:stage")[0] != first) == expected
+    assert (code_of(*asked)[0] != first) == expected
 
 
 DEFAULTS = """

@@ -12,6 +12,8 @@ import ast
 import functools
 import hashlib
 import importlib.machinery
+import json
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,13 +30,16 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
 _NAMING = (*_IMPORTS, ast.Pass, getattr(ast, "TypeAlias", ast.Pass))
 _BLOCKS = (ast.stmt, ast.ExceptHandler)
-#: Tests of what an import of a module does not run.
+#: Tests of what no import runs.
 _NOT_RUN = ("TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'")
 
 
-def code_of(function: Callable[..., Any], target: str, params: type | None = None) -> tuple[dict[str, str], set[str]]:
+def code_of(
+    function: Callable[..., Any], target: str, params: type | None = None, settings: Any = None
+) -> tuple[dict[str, str], set[str]]:
     """Return what a function depends on, as digests by name, and the modules that were read.
 
+    A setting written as module:name counts an own module whole.
     A name is that of a definition (``module:name``), or of a module that counts whole (``module``). Of the classes of
     the params the fields do not count, since the key of a stage holds their values, unless its code names the class.
     """
@@ -42,6 +47,8 @@ def code_of(function: Callable[..., Any], target: str, params: type | None = Non
     if isinstance(function, functools.partial) and function.func is call_with_settings:
         function = function.args[0]
     reader.read(function)
+    for module in re.findall(r'"([\w.]+):\w+"', json.dumps(settings)):
+        reader.count(module)
     found = {
         name: hashlib.sha256("\n".join(map(_text, nodes)).encode()).hexdigest()
         for name, nodes in reader.counted.items()
@@ -55,13 +62,12 @@ def code_of_command(words: Iterable[str]) -> dict[str, str]:
 
 
 def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Say what differs between two readings; empty if nothing does.
+    """Say what differs between two readings.
 
     >>> changed_code({"train:fit": "a", "train:old": "b"}, {"train:fit": "c"})
     'train:fit changed, train:old is gone'
     """
-    changes = [f"{name} changed" for name in now if name in before and before[name] != now[name]]
-    changes += [f"{name} is new" for name in now if name not in before]
+    changes = [f"{name} {'changed' if name in before else 'is new'}" for name in now if now[name] != before.get(name)]
     changes += [f"{name} is gone" for name in before if name not in now]
     return list_some(changes, 3)
 
@@ -76,7 +82,7 @@ def check_code(stage: str, before: Mapping[str, str], now: Mapping[str, str]) ->
 
 
 def own_modules(package: str) -> dict[str, Path]:
-    """Return the user's modules that are loaded now, with their files."""
+    """Return the user's loaded modules, with their files."""
     found = {}
     for name, module in list(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "")  # torch.ops names a file that does not exist
@@ -134,14 +140,14 @@ class _Reader:
                 places.append((self._home, ""))
         for name, defined in places:
             module, top = self._load(name), defined.partition(".")[0]
-            self._count(name, (top,) if module is not None and top in module.definitions else ())
+            self.count(name, (top,) if module is not None and top in module.definitions else ())
         for one in self._classes:
             if (module := self._load(one.__module__)) is not None:
                 for node in module.definitions.get(one.__qualname__, []):
                     if isinstance(node, ast.ClassDef):
                         self._take(module, f"{module.name}:{one.__name__} without fields", [_without_fields(node, one)])
 
-    def _count(self, name: str, chain: tuple[str, ...] = ()) -> None:
+    def count(self, name: str, chain: tuple[str, ...] = ()) -> None:
         """Count what a dotted name in a module stands for: a definition of the target's, or another module whole."""
         module, chain = self._found(name, chain)
         if module is None or (module.name, chain) in self._seen:
@@ -150,7 +156,7 @@ class _Reader:
         self._import(module.name)
         for bound in chain[:1] if chain else module.imports:
             for target, inner in module.imports.get(bound, []):
-                self._count(target, (*inner, *chain[1:]))
+                self.count(target, (*inner, *chain[1:]))
         if chain and module.name in self._in_parts and chain[0] in module.definitions:
             self._take(module, f"{module.name}:{chain[0]}", module.definitions[chain[0]])
         else:
@@ -167,9 +173,9 @@ class _Reader:
                 self._import(".".join((target, *inner)))
             for used in _names_in(node):
                 for target, inner in own.get(used[0], []):
-                    self._count(target, (*inner, *used[1:]))
+                    self.count(target, (*inner, *used[1:]))
                 if used[0] in module.definitions:
-                    self._count(module.name, used)
+                    self.count(module.name, used)
 
     def _import(self, name: str) -> None:
         """Count the modules whole of which an import does something; also its parents and what it imports."""
@@ -183,9 +189,9 @@ class _Reader:
                 for target, inner in places:
                     self._import(".".join((target, *inner)))
                     if bound == "*":  # names that nobody lists
-                        self._count(target)
+                        self.count(target)
             if any(self._acts(module, one) for one in module.statements):
-                self._count(name)
+                self.count(name)
 
     def _acts(self, module: _Module, node: ast.AST) -> bool:
         """Return True if an import that runs a statement does something: more than import, define or name a value."""
@@ -297,11 +303,7 @@ def _targets(node: ast.stmt) -> set[str]:
 
 
 _text = functools.cache(ast.dump)
-
-
-@functools.cache
-def _names_in(node: ast.stmt) -> frozenset[tuple[str, ...]]:
-    return frozenset(_chains(node))
+_names_in = functools.cache(lambda node: frozenset(_chains(node)))
 
 
 @functools.cache

@@ -75,8 +75,8 @@ def describe(
     chosen = [replace(one, needs=tuple(name for name in one.needs if name not in left_out)) for one in chosen]
     stages = in_order(chosen, params, target, workload.params)
     stages = [replace(one, data=data if isinstance(data, str) else data.get(one.name, "")) for one in stages]
-    probes = {one.name: one.probe.memory for one in chosen if with_memory and one.probe and one.probe.memory}
-    least = {name: memory(nested.value) for name, memory in probes.items()}
+    asked = chosen if with_memory else []
+    least = {one.name: one.probe.memory(nested.value) for one in asked if one.probe and one.probe.memory}
     stages = [replace(one, memory_bytes=least.get(one.name)) for one in stages]
     if units:
         if len(stages) != 1 or stages[0].each:
@@ -179,7 +179,7 @@ def _spec(
                 rule = f"reads names top-level settings, and '{SEED}'"
                 raise _bad(stage.name, f"reads '{name}', which is no setting", rule, nearest(name, [*params, SEED]))
         settings = {name: params[name] for name in reads if name != SEED}
-        code, modules = code_of(stage.run, target, model)
+        code, modules = code_of(stage.run, target, model, settings)
         found = replace(found, settings=settings, seed=SEED in reads, code=code, modules=sorted(modules))
     else:
         found = _of_command(stage, found, names, params)

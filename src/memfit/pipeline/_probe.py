@@ -81,8 +81,10 @@ def context_of(
     (folder / "checkpoints").mkdir()
     run = RunDir(folder)
     source = UnitSource(Graph(order).look(run), lambda unit: unit)
+    jobs = list[Any]()
     while True:
-        job = next(iter(source.next(1)))
+        jobs += source.next(1)
+        job = jobs.pop(0)
         if job.stage.command is not None:
             raise UsageError(
                 f"stage {stage} needs stage {job.stage.name}, which is a command.",

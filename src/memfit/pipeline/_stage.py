@@ -36,7 +36,7 @@ def run_stage(order: Mapping[str, Any]) -> dict[str, Any]:
     workload = load_workload(order["target"])
     function = workload.stage(spec["name"]).run
     assert callable(function)
-    code, _ = code_of(function, order["target"], workload.params)
+    code, _ = code_of(function, order["target"], workload.params, spec["settings"])
     check_code(spec["name"], spec["code"], code)
     params = only(workload.params.model_validate_json(json.dumps(order["params"])), spec)
     ended: dict[str, Any] = {}
@@ -171,7 +171,7 @@ def write_tables(tables: Sequence[Mapping[str, Any]]) -> None:
     from pyarrow import feather
 
     sys.meta_path.insert(0, _NoPandas)
-    pa.array([0])  # it looks once whether a list is of pandas' types; to load it takes longer than all else here
+    pa.array([0])  # it looks for pandas' types once; to load it takes longest here
     sys.meta_path.remove(_NoPandas)
     for table in tables:
         rows = sorted(table["rows"], key=lambda row: (len(row["unit"]) if row["unit"].isdigit() else 0, row["unit"]))
@@ -180,12 +180,10 @@ def write_tables(tables: Sequence[Mapping[str, Any]]) -> None:
         columns = {table["variable"]: pa.array([int(label) for label in labels], pa.int32()) if are_numbers else labels}
         for name, kind in (("state", pa.string()), ("seconds", pa.float64()), ("peak_private_bytes", pa.int64())):
             columns[name] = pa.array([row[name] for row in rows], kind)
-        numbers = [{name: float(one) for name, one in row["result"].items() if _is_number(one)} for row in rows]
+        numbers = [
+            {name: float(one) for name, one in row["result"].items() if type(one) in (int, float)} for row in rows
+        ]
         for name in dict.fromkeys(name for found in numbers for name in found):
             columns.setdefault(name, pa.array([found.get(name) for found in numbers], pa.float64()))
         with replacing(Path(table["path"]), durable=False) as aside:
             feather.write_feather(pa.table(columns), str(aside), compression="zstd")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

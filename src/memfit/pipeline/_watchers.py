@@ -200,13 +200,11 @@ class Canary(Watcher):
     def _code_of(self, status: JobStatus) -> int:
         """Return 3 for what ran out of memory or was killed; else the code of the command, or 4 in a config."""
         code = status.exit_code
-        is_killed = code is None or code < 0 or 128 < code <= 192  # the latter as a shell or srun says it
+        is_killed = code is None or code < 0 or 128 < code <= 192  # as a shell or srun says it
         if status.state != "failed" or status.wants_more or is_killed:
             return DoesNotFitError.exit_code
-        is_own = scope_of(self.run.header) == "command" or code in (
-            DoesNotFitError.exit_code,
-            PeerFailedError.exit_code,
-        )
+        known = (DoesNotFitError.exit_code, PeerFailedError.exit_code)
+        is_own = scope_of(self.run.header) == "command" or code in known
         return code if is_own and code else JobFailedError.exit_code
 
     def _request(self, status: JobStatus | None) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def scores_of(
 ) -> pa.Table:
     """Return the scores of a model in evaluation mode, as `table_of` gives them.
 
-    ``rows`` gives the dates and the assets of a batch's rows, and what the model takes.
+    ``rows`` gives the dates and the assets of a batch's rows, and what the model says of them.
     """
     import torch
 
@@ -123,8 +123,8 @@ def scores_of(
     parts = []
     with torch.no_grad(), autocast(model, precision):  # type: ignore[arg-type]
         for batch in batches:
-            dates, assets, given = rows(batch)
-            parts.append((dates, assets, model(given).float().cpu().numpy()))
+            dates, assets, found = rows(batch)
+            parts.append((dates, assets, found.float().cpu().numpy()))
     date, asset, score = (np.concatenate(one) for one in zip(*parts, strict=True))
     return table_of(panel, data, date, asset, score)
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import Field, model_validator
 
 from memfit import config
@@ -30,7 +31,7 @@ from memfit_workloads.finance._provenance import Indices, save_folds
 _OF_SOURCE = {
     "prices": ("start", "end"),
     "generated": ("num_dates", "num_assets", "num_features", "information_coefficient", "turnover", "market_seed"),
-    "parquet": ("path", "columns", "features", "targets", "close", "volume"),
+    "parquet": ("path", "columns", "features", "targets", "close", "volume", "sector"),
 }
 _SCALE_DATES = 256
 _SUFFIXES = (".parquet", ".feather", ".arrow", ".ipc")
@@ -81,6 +82,7 @@ class DataParams(config.Settings):
     targets: dict[Count, str] = Field({}, description="parquet: the column of the simple return over so many dates")
     close: str | None = Field(None, description="parquet: the column of closing prices, for the market's checks")
     volume: str | None = Field(None, description="parquet: the column of shares or money traded, to be checked as well")
+    sector: str | None = Field(None, description="parquet: the column of sector names; prices have theirs")
 
     @model_validator(mode="after")
     def _settings_fit_the_source(self) -> DataParams:
@@ -159,7 +161,7 @@ def check_data(data: DataParams) -> None:
             )
         named = {"columns.date": [columns.date], "columns.asset": [columns.asset], "features": data.features}
         named |= {f"targets.{days}": [name] for days, name in data.targets.items()}
-        named |= {name: [one] for name in ("close", "volume") if (one := getattr(data, name)) is not None}
+        named |= {name: [one] for name in ("close", "volume", "sector") if (one := getattr(data, name)) is not None}
         check_columns(data, named)
 
 
@@ -352,6 +354,30 @@ def _source(panels_dir: Path, data: DataParams) -> tuple[pa.Table | Path, list[s
         path.parent.mkdir(parents=True, exist_ok=True)
         generated.write_market(path, settings)
     return path, list(settings.feature_names), ["close"]
+
+
+def sectors_of(panel: Panel, data: DataParams) -> npt.NDArray[np.int16]:
+    """Return the sector number of each asset, -1 where not known. In a file, the sector of its first date counts."""
+    names: list[str | None] = [None] * len(panel.assets)
+    if data.source == "prices":
+        names = [prices.SECTORS.get(code) for code in panel.assets]
+    elif data.sector is not None:
+        assets, first = pa.array(panel.assets), np.full(len(panel.assets), np.datetime64("NaT"), "datetime64[D]")
+        for batch in batches_of(data, data.columns.date, data.columns.asset, data.sector):
+            place = pc.index_in(batch.column(1).cast(pa.string()), assets).to_numpy(zero_copy_only=False)
+            dates = decode_dates(batch.column(0), data.columns.date)
+            by_date = np.argsort(dates, kind="stable")
+            seen, rows = np.unique(place[by_date], return_index=True)
+            for asset, row in zip(seen.tolist(), by_date[rows].tolist(), strict=True):
+                if not dates[row] >= first[asset]:  # NaT compares as false: the first that is seen
+                    names[asset], first[asset] = batch.column(data.sector)[row].as_py(), dates[row]
+    numbers = {name: number for number, name in enumerate(sorted({str(name) for name in names if name is not None}))}
+    return np.array([-1 if name is None else numbers[str(name)] for name in names], np.int16)
+
+
+def num_features(data: DataParams) -> int:
+    """Return how many features an asset has."""
+    return {"prices": len(prices.FEATURES), "generated": data.num_features}.get(data.source, len(data.features))
 
 
 def market_of(data: DataParams) -> generated.Market:

@@ -19,6 +19,10 @@ from memfit_workloads.forecaster.params import ForecasterParams
 Scale = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
+#: What a network may name as inputs; batch is a whole `DayBatch`.
+INPUTS = ("windows", "known", "days", "neighbours", "sectors", "batch")
+
+
 @dataclass(frozen=True, eq=False)
 class DayBatch:
     """The assets of several whole days, one day after the other.

@@ -12,26 +12,21 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from memfit.data import Panel, decode_dates
 from memfit.errors import MissingExtraError
 from memfit.pipeline import Context
 from memfit.rundir import phase
 from memfit.splits import PurgedKFold
 from memfit_workloads.finance.panels import (
-    batches_of,
-    check_columns,
+    DataParams,
     check_cycles,
     check_data,
     check_folds,
-    naming,
     possible_dates,
     prepare_folds,
+    sectors_of,
 )
-from memfit_workloads.finance.prices import FEATURES, SECTORS
-from memfit_workloads.forecaster.params import ForecastData, ForecasterParams
+from memfit_workloads.forecaster.params import ForecasterParams
 
 Array = npt.NDArray[Any]
 
@@ -131,31 +126,7 @@ def day_weights(ranks: npt.NDArray[np.float32], strength: float) -> npt.NDArray[
     return weights
 
 
-def sectors_of(panel: Panel, data: ForecastData) -> npt.NDArray[np.int16]:
-    """Return the sector number of each asset, -1 where not known. In a file, the sector of its first date counts."""
-    names: list[str | None] = [None] * len(panel.assets)
-    if data.source == "prices":
-        names = [SECTORS.get(code) for code in panel.assets]
-    elif data.sector is not None:
-        assets, first = pa.array(panel.assets), np.full(len(panel.assets), np.datetime64("NaT"), "datetime64[D]")
-        for batch in batches_of(data, data.columns.date, data.columns.asset, data.sector):
-            place = pc.index_in(batch.column(1).cast(pa.string()), assets).to_numpy(zero_copy_only=False)
-            dates = decode_dates(batch.column(0), data.columns.date)
-            by_date = np.argsort(dates, kind="stable")
-            seen, rows = np.unique(place[by_date], return_index=True)
-            for asset, row in zip(seen.tolist(), by_date[rows].tolist(), strict=True):
-                if not dates[row] >= first[asset]:  # NaT compares as false: the first that is seen
-                    names[asset], first[asset] = batch.column(data.sector)[row].as_py(), dates[row]
-    numbers = {name: number for number, name in enumerate(sorted({str(name) for name in names if name is not None}))}
-    return np.array([-1 if name is None else numbers[str(name)] for name in names], np.int16)
-
-
-def num_features(data: ForecastData) -> int:
-    """Return how many features an asset has."""
-    return {"prices": len(FEATURES), "generated": data.num_features}.get(data.source, len(data.features))
-
-
-def largest_day(data: ForecastData) -> int:
+def largest_day(data: DataParams) -> int:
     """Return how many assets the largest day has at most; of a file that is there, from its column of dates."""
     return 1 if data.path is not None and not data.path.exists() else possible_dates(data)[1]
 
@@ -163,28 +134,13 @@ def largest_day(data: ForecastData) -> int:
 def check(params: ForecasterParams) -> None:
     """Refuse data, folds, an optimizer or a schedule that cannot be trained with."""
     data, train = params.data, params.train
-    check_data(params.data)
-    if data.sector is not None and data.path is not None:
-        check_columns(data, {"sector": [data.sector]})
-    num_days = check_folds(params.data, _splitter(params), train.valid_share)
+    check_data(data)
+    num_days = check_folds(data, _splitter(params), train.valid_share)
     days_at_once = max(1, train.batch_size // largest_day(data))
     for section in ("pretrain", "train"):
         check_steps(params, section, -(-num_days // days_at_once) * getattr(params, section).num_epochs)
-    if train.optimizer == "adamw":
-        return
-    if importlib.util.find_spec("pytorch_optimizer") is None:
-        raise MissingExtraError.of(
-            "pytorch_optimizer", "forecaster", f"the optimizer {train.optimizer!r}", "memfit-systems"
-        )
-    if train.optimizer != "adabelief":  # it has been made before, and the import takes seconds
-        import torch
-
-        from memfit_workloads.forecaster.optim import make_optimizer
-
-        with naming("train.optimizer"):
-            make_optimizer(
-                train.optimizer, [torch.nn.Parameter(torch.ones(2, 2))], train.learning_rate, train.weight_decay
-            )
+    if train.optimizer == "adabelief" and importlib.util.find_spec("pytorch_optimizer") is None:
+        raise MissingExtraError.of("pytorch_optimizer", "forecaster", "the optimizer adabelief", "memfit-systems")
 
 
 def check_steps(params: ForecasterParams, section: Literal["pretrain", "train"], num_steps: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from memfit_workloads.finance.lists import Lists, standardized
-from memfit_workloads.forecaster.model import on_device
+from memfit_workloads.forecaster.model import answer, on_device
 
 _LEAST_ORDERED = 3
 _CHUNK_ELEMENTS = 1 << 20  # 4 MiB of float32, held a few times
@@ -80,7 +80,7 @@ class ForecastLoss:
     rank_temperature: float
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        scores_NZ = model(batch)
+        scores_NZ = answer(model, batch)
         scores_NZ = scores_NZ.to(torch.promote_types(scores_NZ.dtype, torch.float32))
         lists = Lists(torch.as_tensor(batch.days), scores_NZ.device)
         targets_GZA = lists.padded(on_device(batch.targets, scores_NZ).to(scores_NZ.dtype), math.nan).transpose(1, 2)

@@ -20,7 +20,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from memfit_workloads import own
 from memfit_workloads.finance.lists import Lists
+from memfit_workloads.forecaster.batches import INPUTS
 
 _HEADS_SD = 0.02  # small: returns say little, and a score of 0 is the best guess before training
 _ALIGNMENT = 8  # of a mask's rows: CUDA's memory-efficient kernel copies others, once for each layer
@@ -259,6 +261,12 @@ def _draws(newest_NF: torch.Tensor, days_N: torch.Tensor, seed: int) -> torch.Te
         key = hashlib.blake2b(day_AF.numpy().tobytes(), key=seed.to_bytes(8, "big"), digest_size=7).digest()
         drawn.append(torch.rand(day_AF.shape, generator=torch.Generator().manual_seed(int.from_bytes(key, "big"))))
     return torch.cat(drawn)
+
+
+def answer(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return what a network says of a batch of whole days, (N, Z)."""
+    like = next(model.parameters())
+    return own.call(model, INPUTS, lambda name: batch if name == "batch" else on_device(getattr(batch, name), like))
 
 
 def on_device(values: Any, like: torch.Tensor) -> torch.Tensor:

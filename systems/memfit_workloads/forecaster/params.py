@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from memfit import config
-from memfit.errors import nearest
 from memfit_workloads.finance.panels import Count, DataParams, Weight
-
-
-class ForecastData(DataParams):
-    """Where the panel comes from, and the sectors of its assets."""
-
-    sector: str | None = Field(None, description="parquet: the column of sector names; prices have theirs")
-
-    @model_validator(mode="after")
-    def _sector_is_a_column_of_a_file(self) -> ForecastData:
-        if self.sector is not None and self.source != "parquet":
-            raise ValueError(f"sector belongs to source: parquet, and source is {self.source}")
-        return self
+from memfit_workloads.own import Network, Target
 
 
 class SplitParams(config.Settings):
@@ -39,9 +27,10 @@ class GraphParams(config.Settings):
     sectors: bool = Field(True, description="join assets of one sector as well")
 
 
-class ModelParams(config.Settings):
-    """The network: every width and head comes from hidden_size and num_heads."""
+class ModelParams(Network):
+    """The network, whose widths and heads come from hidden_size and num_heads, or your own."""
 
+    target: Target = "memfit_workloads.forecaster.model:Forecaster"
     hidden_size: int = Field(64, ge=1, description="width of all layers")
     num_layers: int = Field(2, ge=1, le=6, description="layers along the graph")
     num_heads: int = Field(4, ge=1, description="attention heads of each layer")
@@ -61,7 +50,7 @@ class TrainParams(config.Settings):
 
     num_epochs: int = Field(4, ge=1, description="epochs")
     batch_size: int = Field(512, ge=1, description="rows of a batch: it takes whole days until the next does not fit")
-    optimizer: str = Field("adamw", min_length=1, description="adamw, adabelief, or another of pytorch_optimizer")
+    optimizer: Literal["adamw", "adabelief"] = "adamw"
     schedule: Literal["constant", "cosine", "warm_restarts"] = Field("cosine", description="of the learning rate")
     learning_rate: float = Field(1e-3, gt=0, description="highest learning rate")
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay")
@@ -81,18 +70,6 @@ class TrainParams(config.Settings):
     num_workers: int = Field(0, ge=0, description="threads that read days ahead")
     valid_share: float = Field(0.15, gt=0, lt=1, description="the last of the training dates, kept for validation")
 
-    @field_validator("optimizer")
-    @classmethod
-    def _optimizer_is_known(cls, name: str) -> str:
-        if name in ("adamw", "adabelief"):
-            return name
-        from pytorch_optimizer import get_supported_optimizers  # it loads torch, so only for names that are rarer
-
-        known = get_supported_optimizers()
-        if name not in known:
-            raise ValueError(f"{name} is no optimizer; {nearest(name, ['adamw', *known])}")
-        return name
-
     @model_validator(mode="after")
     def _settings_fit_together(self) -> TrainParams:
         if isinstance(self.microbatch_size, int) and self.microbatch_size < 1:
@@ -105,7 +82,7 @@ class TrainParams(config.Settings):
 class ForecasterParams(config.Settings):
     """The ``params`` section of a forecaster's config."""
 
-    data: ForecastData = ForecastData()
+    data: DataParams = DataParams()
     splits: SplitParams = SplitParams()
     graph: GraphParams = GraphParams()
     model: ModelParams = ModelParams()
@@ -115,13 +92,17 @@ class ForecasterParams(config.Settings):
     @model_validator(mode="after")
     def _sections_fit_together(self) -> ForecasterParams:
         width, heads = self.model.hidden_size, self.model.num_heads
+        self.data.weigh(self.train.horizon_weights)
+        if self.model.is_own and self.pretrain.num_epochs:
+            raise ValueError(f"pretrain.num_epochs needs {ModelParams().target}: it trains that network's encoder")
+        if self.model.is_own:
+            return self
         if width % heads:
             raise ValueError(f"model.hidden_size ({width}) must be a multiple of model.num_heads ({heads})")
         if self.graph.enabled and heads % 2:
             raise ValueError(
                 f"model.num_heads ({heads}) must be even: half of the heads follows correlations, half sectors"
             )
-        self.data.weigh(self.train.horizon_weights)
         return self
 
     @property

@@ -22,11 +22,11 @@ import pyarrow as pa
 from memfit.errors import UsageError
 from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.rundir import phase
-from memfit_workloads import finance
+from memfit_workloads import finance, own
 from memfit_workloads.finance.batches import scores_of, step_of
-from memfit_workloads.finance.panels import fingerprint, hold_out, scale_of
+from memfit_workloads.finance.panels import fingerprint, hold_out, num_features, scale_of
 from memfit_workloads.forecaster.batches import DayBatch, DayBatches
-from memfit_workloads.forecaster.data import check, check_steps, largest_day, num_features, prepare
+from memfit_workloads.forecaster.data import check, check_steps, largest_day, prepare
 from memfit_workloads.forecaster.params import ForecasterParams
 from memfit_workloads.forecaster.scoring import evaluate, fold_figures, validation_figures
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from memfit.training import Trainer
     from memfit_workloads.forecaster.loss import ForecastLoss
-    from memfit_workloads.forecaster.model import Forecaster
 
 #: What a process with torch takes before it has a model.
 _BASE_BYTES = 200 << 20
@@ -73,7 +72,7 @@ def pretrain(context: Context, params: ForecasterParams) -> dict[str, float]:
     phase("load")
     fold, settings = Fold(context, params), params.pretrain
     seed_everything(context.seed)
-    model = Masked(_new_model(params, fold)).to(_device(params))
+    model = Masked(_new_model(params, num_features(params.data))).to(_device(params))
     loss = functools.partial(pretraining_loss, seed=context.seed, share=settings.hidden_share)
     with contextlib.closing(fold.fitted(params.train.num_workers)) as batches:
         num_steps = settings.num_epochs * len(batches)
@@ -163,32 +162,51 @@ def training_step(context: Context, params: ForecasterParams) -> Callable[[DayBa
 
 
 def least_memory(params: ForecasterParams) -> int:
-    """The bytes that the training of a fold takes at least: torch, the network, and one forward and backward pass."""
+    """The bytes that the training of a fold takes at least: torch, the network, and one forward and backward pass.
+
+    Of a network of the user's own these are its weights, their gradients and AdamW's state.
+    """
+    import torch
+
     from memfit_workloads.forecaster.model import memory_bytes
 
+    sizes = _sizes(params, num_features(params.data))
+    if params.model.is_own:
+        with torch.device("meta"):
+            model = own.build(params.model, **sizes)
+        return _BASE_BYTES + 4 * 4 * sum(one.numel() for one in model.parameters())
     day, asked, rows = largest_day(params.data), params.train.microbatch_size, params.train.batch_size
     if asked is not None:
         rows = min(rows, day * (1 if asked == "auto" else asked))
-    return _BASE_BYTES + memory_bytes(max(rows, day), day, **_sizes(params, num_features(params.data)))
+    return _BASE_BYTES + memory_bytes(max(rows, day), day, **sizes, **params.model.arguments)
 
 
 def _sizes(params: ForecasterParams, features: int) -> dict[str, Any]:
     sizes = {"num_features": features, "lookback": params.data.lookback, "num_horizons": len(params.data.horizons)}
-    return sizes | params.model.model_dump() | {"graph": params.graph.enabled}
+    return sizes | {"graph": params.graph.enabled}
 
 
-def _new_model(params: ForecasterParams, fold: Fold) -> Forecaster:
-    from memfit_workloads.forecaster.model import Forecaster
-
-    return Forecaster(**_sizes(params, len(fold.panel.feature_names)))
+def _new_model(params: ForecasterParams, features: int) -> Any:
+    return own.build(params.model, **_sizes(params, features))
 
 
-def _started_model(context: Context, params: ForecasterParams, fold: Fold) -> Forecaster:
+def _check(params: ForecasterParams) -> None:
+    """Refuse settings and a network that cannot be trained."""
+    check(params)
+    data, rows, features = params.data, own.ROWS, num_features(params.data)
+    near = params.graph.neighbours if params.graph.enabled else 0
+    windows, row = (rows, data.lookback, features), ("int64", (rows,))
+    inputs: dict[str, Any] = {"windows": ("float32", windows), "known": ("bool", windows)}
+    inputs |= {"days": row, "neighbours": ("int64", (rows, near)), "sectors": row}
+    own.try_out(params.model, lambda: _new_model(params, features), inputs, (rows, len(data.horizons)))
+
+
+def _started_model(context: Context, params: ForecasterParams, fold: Fold) -> Any:
     """A new forecaster, with the weights of the encoder where there was a pre-training."""
     from memfit.training import load_checkpoint, seed_everything
 
     seed_everything(context.seed)
-    model = _new_model(params, fold)
+    model = _new_model(params, len(fold.panel.feature_names))
     if "pretrain" in context.needs:
         trained = load_checkpoint(context["pretrain"].path("latest"))["model"]
         own = {f"forecaster.{name}": name for name in model.encoder_state()}
@@ -241,11 +259,13 @@ def _trainer(
     )
 
 
-def _scores(model: Forecaster, days: Iterable[DayBatch], fold: Fold, params: ForecasterParams) -> pa.Table:
+def _scores(model: torch.nn.Module, days: Iterable[DayBatch], fold: Fold, params: ForecasterParams) -> pa.Table:
     """The scores of some days, as `table_of` gives them."""
 
-    def rows(batch: DayBatch) -> tuple[Any, Any, DayBatch]:
-        return batch.dates, batch.assets, batch
+    from memfit_workloads.forecaster.model import answer
+
+    def rows(batch: DayBatch) -> tuple[Any, Any, torch.Tensor]:
+        return batch.dates, batch.assets, answer(model, batch)
 
     return scores_of(model.eval(), fold.panel, params.data, days, rows=rows, precision=params.train.precision)
 
@@ -257,9 +277,9 @@ def _chosen(params: ForecasterParams) -> tuple[str, ...]:
 _TRAINED = ("data", "graph", "model", "train", "@seed")
 FORECASTER = Workload(
     params=ForecasterParams,
-    fingerprint=lambda params: {"prepare": fingerprint(params.data)},
+    fingerprint=lambda params: {"prepare": fingerprint(params.data), "fold": params.model.fingerprint()},
     choose=_chosen,
-    check=check,
+    check=_check,
     stages=(
         Stage("prepare", prepare, reads=("data", "splits", "graph"), phases=("load", "build", "graph")),
         Stage(

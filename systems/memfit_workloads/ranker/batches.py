@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 
 from memfit.data import DateBatch, Loader, Panel
 from memfit_workloads.finance.batches import GroupedDates, targets_of, windows_of
+from memfit_workloads.finance.panels import sectors_of
 from memfit_workloads.ranker.params import RankerParams
+
+#: What a network may name as inputs.
+INPUTS = ("windows", "lists", "sectors")
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,12 +25,14 @@ class ListBatch:
     Attributes:
         windows, targets: (n, lookback, num_features); (n, num_horizons), NaN where not known.
         lists, weights: (n,) the number of the row's list within the batch; of its date, 1 for the newest of the batch.
+        sectors: (n,) the number of the row's sector, -1 if not known.
         partners: (n, num_pairs) the assets, as places within the list, that the row is compared with; its own is none.
     """
 
     windows: NDArray[np.float32]
     targets: NDArray[np.float32]
     lists: NDArray[np.int64]
+    sectors: NDArray[np.int64]
     weights: NDArray[np.float32]
     partners: NDArray[np.int64]
 
@@ -41,7 +47,7 @@ class ListBatches(GroupedDates[ListBatch]):
     def __init__(
         self, panel: Panel, dates: NDArray[np.int64], params: RankerParams, *, seed: int, num_workers: int = 0
     ) -> None:
-        self.panel = panel
+        self.panel, self._sectors = panel, sectors_of(panel, params.data).astype(np.int64)
         self._data = params.data
         self._size = params.train.dates_per_batch
         self._tau_days = params.train.tau_days
@@ -83,6 +89,7 @@ class ListBatches(GroupedDates[ListBatch]):
             windows=windows_of(group),
             targets=targets_of(self.panel, self._data, group),
             lists=np.repeat(np.arange(len(group)), sizes),
+            sectors=self._sectors[np.concatenate([one.asset_indices for one in group])],
             weights=np.repeat(self._date_weights([one.date_index for one in group]), sizes),
             partners=np.concatenate([self._partners(one) for one in group]),
         )

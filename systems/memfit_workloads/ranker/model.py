@@ -17,6 +17,8 @@ Source: Y. Nie, N. H. Nguyen, P. Sinthong, J. Kalagnanam, A Time Series is Worth
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -86,18 +88,30 @@ class PatchRanker(nn.Module):
     ) -> None:
         super().__init__()
         self.patch_size = patch_size
-        self.scale = FeatureScale(num_features)
         self.embed = nn.Linear(patch_size * num_features, width)
         self.position_PD = nn.Parameter(0.02 * torch.randn(lookback // patch_size, width))
         self.blocks = nn.ModuleList(EncoderBlock(width, num_heads, dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
         self.heads = nn.Linear(lookback // patch_size * width, num_horizons)
 
-    def forward(self, x_BLF: torch.Tensor) -> torch.Tensor:
+    def forward(self, windows: torch.Tensor) -> torch.Tensor:
         """Scores (B, Z) of windows (B, L, F)."""
-        patches_BPSF = self.scale(x_BLF).unflatten(1, (-1, self.patch_size))
+        patches_BPSF: torch.Tensor = windows.unflatten(1, (-1, self.patch_size))  # type: ignore[no-untyped-call]
         z_BPD = self.embed(patches_BPSF.flatten(2)) + self.position_PD
         for block in self.blocks:
             z_BPD = block(z_BPD)
         scores_BZ: torch.Tensor = self.heads(self.norm(z_BPD).flatten(1))
         return scores_BZ
+
+
+def scaled(model: nn.Module, num_features: int) -> nn.Module:
+    """Let a network see scaled windows; the scale is one of its modules, so that its checkpoints hold it."""
+    model.add_module("scale", FeatureScale(num_features))
+    model.register_forward_pre_hook(_scale, with_kwargs=True)
+    return model
+
+
+def _scale(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (model.scale(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"windows": model.scale(kwargs["windows"])}

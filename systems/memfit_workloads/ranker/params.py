@@ -9,24 +9,23 @@ from pydantic import Field, model_validator
 from memfit import config
 from memfit_workloads.finance import JudgeSettings
 from memfit_workloads.finance.panels import Count, DataParams, Weight, refuse_others
+from memfit_workloads.own import Network, Target
 
 _OF_KIND = {
     "purged": ("lookback_size",),
     "walk_forward": ("train_size", "warm_start"),
-    "combinatorial": ("n_test_splits",),
 }
 
 
 class SplitParams(config.Settings):
     """How dates become folds; labels are purged by the longest horizon in any case."""
 
-    kind: Literal["purged", "walk_forward", "combinatorial"] = "purged"
-    n_splits: int = Field(5, ge=2, description="folds; combinatorial: blocks, of which each fold tests some")
+    kind: Literal["purged", "walk_forward"] = "purged"
+    n_splits: int = Field(5, ge=2, description="folds")
     embargo_size: int = Field(5, ge=0, description="dates dropped after a test block's labels; walk_forward: before it")
     lookback_size: int = Field(0, ge=0, description="purged: dates of feature overlap to drop as well")
     train_size: int | None = Field(None, ge=1, description="walk_forward: the most dates to train on, None for all")
     warm_start: bool = Field(False, description="walk_forward: begin a fold with the weights of the one before")
-    n_test_splits: int = Field(2, ge=2, description="combinatorial: blocks that a fold tests")
 
     @model_validator(mode="after")
     def _settings_fit_the_kind(self) -> SplitParams:
@@ -41,14 +40,13 @@ class SplitParams(config.Settings):
                 "must name all dates it was trained on"
             )
         refuse_others(self, "kind", _OF_KIND)
-        if self.kind == "combinatorial" and self.n_test_splits >= self.n_splits:
-            raise ValueError(f"n_test_splits ({self.n_test_splits}) must be less than n_splits ({self.n_splits})")
         return self
 
 
-class ModelParams(config.Settings):
-    """The encoder."""
+class ModelParams(Network):
+    """The network: an encoder with these sizes, or your own."""
 
+    target: Target = "memfit_workloads.ranker.model:PatchRanker"
     patch_size: int = Field(10, ge=1, description="dates in a patch")
     width: int = Field(32, ge=1, description="width of a token")
     num_layers: int = Field(1, ge=1, description="encoder layers")
@@ -125,7 +123,8 @@ class RankerParams(JudgeSettings):
 
     @model_validator(mode="after")
     def _sections_fit_together(self) -> RankerParams:
-        for whole, part in (("data.lookback", "model.patch_size"), ("model.width", "model.num_heads")):
+        parts = (("data.lookback", "model.patch_size"), ("model.width", "model.num_heads"))
+        for whole, part in () if self.model.is_own else parts:
             sizes = [getattr(getattr(self, section), key) for section, key in (whole.split("."), part.split("."))]
             if sizes[0] % sizes[1]:
                 raise ValueError(f"{whole} ({sizes[0]}) must be a multiple of {part} ({sizes[1]})")

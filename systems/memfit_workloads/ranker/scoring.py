@@ -10,13 +10,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from memfit.data import Loader, Panel
+from memfit_workloads import own
 from memfit_workloads.finance import evaluate_days, read_scores, summarize
 from memfit_workloads.finance.batches import scores_of
-from memfit_workloads.finance.panels import DataParams
+from memfit_workloads.finance.panels import DataParams, sectors_of
+from memfit_workloads.ranker.batches import INPUTS
 from memfit_workloads.ranker.params import RankerParams
 
 if TYPE_CHECKING:
-    from memfit_workloads.ranker.model import PatchRanker
+    import torch
 
 
 def lists_to_score(panel: Panel, dates: npt.NDArray[np.int64], params: RankerParams) -> Loader:
@@ -24,18 +26,20 @@ def lists_to_score(panel: Panel, dates: npt.NDArray[np.int64], params: RankerPar
     return Loader(panel, dates, lookback=params.data.lookback, target=None, min_assets=2)
 
 
-def score_table(model: PatchRanker, panel: Panel, batches: Iterable[Any], params: RankerParams) -> pa.Table:
+def score_table(model: torch.nn.Module, panel: Panel, batches: Iterable[Any], params: RankerParams) -> pa.Table:
     """The scores of a model in evaluation mode, as `table_of` gives them.
 
     ``batches`` are what `lists_to_score` gives, or other `memfit.data.DateBatch`.
     """
     import torch
 
-    device = next(model.parameters()).device
+    device, sectors = next(model.parameters()).device, sectors_of(panel, params.data).astype(np.int64)
 
     def rows(batch: Any) -> tuple[Any, Any, torch.Tensor]:
-        dates = np.full(len(batch.asset_indices), batch.date_index)
-        return dates, batch.asset_indices, torch.from_numpy(batch.windows).to(device)
+        assets = batch.asset_indices
+        given = {"windows": batch.windows, "lists": np.zeros(len(assets), np.int64), "sectors": sectors[assets]}
+        found = own.call(model, INPUTS, lambda name: torch.from_numpy(given[name]).to(device))
+        return np.full(len(assets), batch.date_index), assets, found
 
     return scores_of(model, panel, params.data, batches, rows=rows, precision=params.train.precision)
 

@@ -21,11 +21,11 @@ import pyarrow as pa
 from memfit.data import Panel
 from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.rundir import phase
-from memfit_workloads import finance
+from memfit_workloads import finance, own
 from memfit_workloads.finance.batches import step_of
-from memfit_workloads.finance.panels import fingerprint, hold_out, market, scale_of
-from memfit_workloads.ranker.batches import ListBatch, ListBatches
-from memfit_workloads.ranker.data import check, check_judging, path_of_dates, prepare
+from memfit_workloads.finance.panels import fingerprint, hold_out, market, num_features, scale_of
+from memfit_workloads.ranker.batches import INPUTS, ListBatch, ListBatches
+from memfit_workloads.ranker.data import check, check_judging, prepare
 from memfit_workloads.ranker.params import RankerParams, TrainParams
 from memfit_workloads.ranker.scoring import fold_metrics, lists_to_score, score_table, validation_metrics
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from memfit.training import Ema, FitResult
     from memfit_workloads.ranker.loss import RankerLoss
-    from memfit_workloads.ranker.model import PatchRanker
 
 
 def train_fold(context: Context, params: RankerParams) -> dict[str, float]:
@@ -48,10 +47,6 @@ def train_fold(context: Context, params: RankerParams) -> dict[str, float]:
     phase("validate")
     with _scored(model, ema, context.dir, params.train):
         scores = score_table(model, panel, lists_to_score(panel, test_dates, params), params)
-    paths = path_of_dates(panel, params, context.unit["fold"])
-    if paths is not None:
-        place = np.searchsorted(panel.dates, scores.column("date").to_numpy().astype("datetime64[D]"))
-        scores = scores.append_column("path", pa.array(paths[place]))
     context.save("scores", scores)
     for path in sorted([*context.dir.glob("*.pt"), *context.dir.glob("best"), context.dir / "latest"]):
         context.save(path.stem, checkpoint_path(path))  # what is blended then counts as a result
@@ -64,7 +59,7 @@ def train_fold(context: Context, params: RankerParams) -> dict[str, float]:
 
 def _fit(
     context: Context, params: RankerParams, fit_dates: npt.NDArray[np.int64], valid_dates: npt.NDArray[np.int64]
-) -> tuple[PatchRanker, Ema | None, FitResult]:
+) -> tuple[torch.nn.Module, Ema | None, FitResult]:
     """The model with the weights of its last epoch, and their average."""
     from memfit.training import ByGroup, Ema, Trainer
     from memfit_workloads.finance.schedules import make_schedule
@@ -75,7 +70,7 @@ def _fit(
     averaged = settings.ema_decay is not None and (settings.ema_epochs or settings.scored == "ema")
     ema = Ema(settings.ema_decay or 0.0) if averaged else None
 
-    def evaluate(model: PatchRanker, lists: Any) -> dict[str, float]:
+    def evaluate(model: torch.nn.Module, lists: Any) -> dict[str, float]:
         with ema.applied(model) if ema is not None and settings.scored == "ema" else contextlib.nullcontext():
             return validation_metrics(score_table(model, panel, lists, params), params)
 
@@ -110,7 +105,7 @@ def _fit(
 
 
 @contextlib.contextmanager
-def _scored(model: PatchRanker, ema: Ema | None, folder: Path, settings: TrainParams) -> Iterator[None]:
+def _scored(model: torch.nn.Module, ema: Ema | None, folder: Path, settings: TrainParams) -> Iterator[None]:
     """Inside, the model has the weights that the test dates are scored with."""
     from memfit.training import load_checkpoint
 
@@ -122,12 +117,13 @@ def _scored(model: PatchRanker, ema: Ema | None, folder: Path, settings: TrainPa
 
 def score(panel: Panel, dates: npt.NDArray[np.int64], checkpoint: Path, params: RankerParams) -> pa.Table:
     """A checkpoint's scores on given dates: the columns of `score_table`, for every asset with a whole window."""
-    from memfit.training import load_checkpoint
+    from memfit.training import find_device, load_checkpoint
 
-    model = _new_model(panel, params)
+    model = _new_model(params, len(panel.feature_names))
     model.load_state_dict(load_checkpoint(checkpoint)["model"])
-    model.eval()
-    return score_table(model, panel, lists_to_score(panel, dates, params), params)
+    return score_table(
+        model.to(find_device(params.train.device)).eval(), panel, lists_to_score(panel, dates, params), params
+    )
 
 
 def loader(context: Context, params: RankerParams, num_workers: int) -> ListBatches:
@@ -150,28 +146,32 @@ def _loss(params: RankerParams) -> RankerLoss:
     return RankerLoss(**params.train.loss.model_dump(), horizon_weights=params.horizon_weights)
 
 
-def _new_model(panel: Panel, params: RankerParams) -> PatchRanker:
-    from memfit.training import find_device
-    from memfit_workloads.ranker.model import PatchRanker
+def _new_model(params: RankerParams, num_features: int) -> torch.nn.Module:
+    from memfit_workloads.ranker.model import scaled
 
-    return PatchRanker(
-        num_features=len(panel.feature_names),
-        lookback=params.data.lookback,
-        num_horizons=len(params.data.horizons),
-        **params.model.model_dump(),
-    ).to(find_device(params.train.device))
+    sizes = {"num_features": num_features, "lookback": params.data.lookback, "num_horizons": len(params.data.horizons)}
+    return scaled(own.build(params.model, **sizes), num_features)
+
+
+def _check(params: RankerParams) -> None:
+    """Refuse data, folds and a network that cannot be trained."""
+    check(params)
+    data, rows, features = params.data, own.ROWS, num_features(params.data)
+    inputs: dict[str, Any] = dict.fromkeys(INPUTS, ("int64", (rows,)))
+    inputs["windows"] = "float32", (rows, data.lookback, features)
+    own.try_out(params.model, lambda: _new_model(params, features), inputs, (rows, len(data.horizons)))
 
 
 def _model(
     context: Context, panel: Panel, params: RankerParams, dates: npt.NDArray[np.int64]
-) -> tuple[PatchRanker, torch.optim.Optimizer]:
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A new model, or one with the weights of the fold before where that was asked for, and its optimizer."""
     import torch
 
-    from memfit.training import load_checkpoint, seed_everything
+    from memfit.training import find_device, load_checkpoint, seed_everything
 
     seed_everything(context.seed)
-    model = _new_model(panel, params)
+    model: Any = _new_model(params, len(panel.feature_names)).to(find_device(params.train.device))
     model.scale.set(*map(torch.from_numpy, scale_of(panel, dates)))
     if context.previous is not None:
         model.load_state_dict(load_checkpoint(context.previous.path("latest"))["model"])
@@ -184,8 +184,12 @@ def _model(
 
 RANKER = Workload(
     params=RankerParams,
-    check=check,
-    fingerprint=lambda params: {"prepare": fingerprint(params.data), "decision": finance.fingerprint(params)},
+    check=_check,
+    fingerprint=lambda params: {
+        "prepare": fingerprint(params.data),
+        "fold": params.model.fingerprint(),
+        "decision": finance.fingerprint(params),
+    },
     stages=(
         Stage("prepare", prepare, reads=("data", "splits"), phases=("load", "build")),
         Stage(

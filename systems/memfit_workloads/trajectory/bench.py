@@ -46,7 +46,7 @@ from memfit_workloads.trajectory.data import SPLITS, Scenes
 
 sys.path.insert(0, str(ROOT / "tests"))  # the cluster is that of the tests
 CONFIG, NAIVE = Path(__file__).with_name("config.yaml"), Path(__file__).with_name("naive.py")
-RANKS, NODES, BATCH, _NODE_MIB = 4, 2, 64, 2048
+RANKS, NODES, BATCH, _NODE_MIB = 4, 2, 16, 2048
 #: What memfit adds to a request of several nodes for its watchers: so `--mem` is the same for all.
 _OWN_MIB = 80
 _FIELDS = "JobID,JobName,State,ExitCode,ReqMem,MaxRSS,AveRSS,NTasks,NNodes,NCPUS,Elapsed,Timelimit"

@@ -40,6 +40,8 @@ from memfit_workloads.trajectory.params import DataParams, TrajectoryParams
 Floats = npt.NDArray[np.floating[Any]]
 Arrays = dict[str, npt.NDArray[Any]]
 SPLITS = ("train", "valid", "test", "held_out")
+#: What a network may name as inputs.
+INPUTS = ("history", "raster")
 #: Where packages keep networks. Those of eclipse-sumo are of OpenStreetMap.
 _FOLDERS = (("sumolib", "scenario/scenarios"), ("sumo", "tools/game"))
 _ROAD_CELL, _MARGIN = 0.5, 80.0

@@ -1,6 +1,6 @@
 """The training of the trajectory model as it is often written: plain torch, and each rank loads its data for itself.
 
-    srun python naive.py CHECKPOINTS --epochs 3 --batch_size 64
+    srun python naive.py CHECKPOINTS --epochs 3 --batch_size 16
 
 CHECKPOINTS is the folder of a run of this workload. The validation data are loaded when the first validation begins,
 and the weights are saved after it. Model, loss and batches are those of the workload.
@@ -41,7 +41,7 @@ def main() -> None:
     flags = argparse.ArgumentParser()
     flags.add_argument("folder", type=Path)
     flags.add_argument("--epochs", type=int, default=3)
-    flags.add_argument("--batch_size", type=int, default=64)
+    flags.add_argument("--batch_size", type=int, default=16)
     flags.add_argument("--steps", type=int, default=1 << 30)
     given = flags.parse_args()
     for name, own in (("RANK", "PROCID"), ("WORLD_SIZE", "NTASKS"), ("LOCAL_RANK", "LOCALID")):
@@ -58,7 +58,7 @@ def main() -> None:
     model.vocabulary, loss_of = model.module.vocabulary, partial(scorer_loss, ModelParams())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     sampler: Any = DistributedSampler(train)
-    loader = DataLoader(train, given.batch_size // size, sampler=sampler, drop_last=True)
+    loader = DataLoader(train, given.batch_size, sampler=sampler, drop_last=True)
     for epoch in range(given.epochs):
         phase("train")
         sampler.set_epoch(epoch)
@@ -78,7 +78,7 @@ def main() -> None:
         if valid is None:
             valid = load(given.folder, "valid")
         with torch.no_grad():
-            sums = [loss_of(model.module, batch)[0] for batch in DataLoader(valid, given.batch_size // size)]
+            sums = [loss_of(model.module, batch)[0] for batch in DataLoader(valid, given.batch_size)]
         summed = torch.stack(sums).sum()
         group.all_reduce(summed)  # the mean over the ranks is known when all have validated
         if rank == 0:

@@ -7,6 +7,7 @@ from typing import Generic, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from memfit import config
+from memfit_workloads.own import Network, Target
 
 P = TypeVar("P")
 
@@ -48,9 +49,11 @@ class VocabularyParams(config.Settings):
     dtype: Literal["float16", "float32"] = Field("float32", description="of the teacher table")
 
 
-class ModelParams(config.Settings):
-    """The size of the model, and its loss."""
+class ModelParams(Network):
+    """The network, a small one of this width or your own, and its loss."""
 
+    shared = ("temperature", "teacher_weight")
+    target: Target = "memfit_workloads.trajectory.model:TrajectoryScorer"
     width: int = Field(64, ge=8, multiple_of=8)
     temperature: float = Field(0.5, gt=0, description="metres by which entries are as good as the nearest")
     teacher_weight: float = Field(1.0, ge=0, description="of the four teacher heads, beside the imitation head")
@@ -59,7 +62,7 @@ class ModelParams(config.Settings):
 class LoaderParams(config.Settings):
     """The batches."""
 
-    batch_size: int = Field(64, ge=1, description="scenes at once of all ranks together; each rank loads its part")
+    batch_size: int = Field(64, ge=1, description="scenes at once on each rank")
     num_workers: int = Field(0, ge=0, description="processes of each rank that load")
 
 

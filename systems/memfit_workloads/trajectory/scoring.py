@@ -22,6 +22,8 @@ _DISC_RADIUS, _DISC_AHEAD = 1.2, 1.25
 #: More than this is no comfort, in m/s².
 _MOST_ACCELERATION = 4.0
 _MISS_METRES = 2.0
+#: A turn is read off so many steps. So much is left of turn and acceleration after each step; best where it is trained.
+_TURN_STEPS, _TURN_KEPT, _GAIN_KEPT = 3, 0.8, 0.9
 #: Every so many positions are looked at for collisions, roads and comfort.
 _EVERY = 2
 _NUM_RESAMPLES = 1000
@@ -128,6 +130,18 @@ def constant_velocity(history: Floats, num_future: int) -> Floats:
     return np.asarray((history[:, -1] - history[:, -2])[:, None, None] * steps)
 
 
+def constant_turn(history: Floats, num_future: int) -> Floats:
+    """Return the futures (S, 1, F, 2) of vehicles that turn and speed up as in their last steps; both die away."""
+    steps, ahead = np.diff(history[:, -1 - _TURN_STEPS :], axis=1), np.arange(1, num_future + 1)
+    speed, heading = np.hypot(*np.moveaxis(steps, 2, 0)), np.unwrap(np.arctan2(steps[..., 1], steps[..., 0]), axis=1)
+    number = max(1, steps.shape[1] - 1)
+    turn = np.where(speed.min(axis=1) < 0.05, 0.0, heading[:, -1] - heading[:, 0])[:, None] / number
+    gain = (speed[:, -1] - speed[:, 0])[:, None] / number
+    pace = np.maximum(0.0, speed[:, -1:] + gain * np.cumsum(_GAIN_KEPT**ahead))
+    course = np.where(speed[:, -1:] < 0.05, 0.0, heading[:, -1:]) + turn * np.cumsum(_TURN_KEPT**ahead)
+    return np.cumsum(pace[..., None] * np.stack([np.cos(course), np.sin(course)], axis=-1), axis=1)[:, None]
+
+
 def nearest_entries(paths: Floats, futures: Floats, number: int) -> npt.NDArray[np.int64]:
     """Return the entries of a vocabulary (K, F, 2) nearest to each of futures (S, F, 2), shape (S, number)."""
     flat = paths.reshape(len(paths), -1)
@@ -151,16 +165,17 @@ def judge(predicted: Floats, scenes: Mapping[str, Floats], road: Mapping[str, Fl
 
 
 def report(context: Context, params: TrajectoryParams) -> dict[str, Any]:
-    """Judge all seeds and the two baselines on what nothing was trained on, with intervals over seeds and blocks."""
+    """Judge all seeds, baselines and what was driven on scenes that nothing was trained on, with intervals."""
     phase("validate")
     paths = context["vocabulary"].arrays("vocabulary")["paths"]
     rng, found = np.random.default_rng(context.seed), dict[str, Any]()
+    draws = {"constant_velocity": rng, "nearest_entry": rng, "constant_turn": np.random.default_rng([context.seed, 1])}
     for split in SPLITS[2:]:
         judged, blocks = _judge_split(context, split, paths)
         if not len(blocks):
             continue
         means = {name: dict(zip(METRICS, one.mean((0, 1)).tolist(), strict=True)) for name, one in judged.items()}
-        gains = {name: interval(judged["model"] - judged[name], blocks, params.level, rng) for name in list(judged)[1:]}
+        gains = {name: interval(judged["model"] - judged[name], blocks, params.level, draws[name]) for name in draws}
         found[split] = {"metrics": means, "less_than_baseline": gains, "num_scenes": len(blocks)}
     context.save("metrics", found)
     flat = {f"{split}_{name}": one["metrics"]["model"][name] for split, one in found.items() for name in METRICS[:5]}
@@ -170,7 +185,7 @@ def report(context: Context, params: TrajectoryParams) -> dict[str, Any]:
 def _judge_split(context: Context, split: str, paths: Floats) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
     """Return `METRICS` of model (seeds, S, 7) and baselines (1, S, 7), and the block of each scene."""
     seeds = [unit.arrays("chosen")[split] for unit in context.units("choose")]
-    parts: dict[str, list[Floats]] = {"model": [], "constant_velocity": [], "nearest_entry": []}
+    parts = {one: list[Floats]() for one in ("model", "constant_velocity", "nearest_entry", "constant_turn", "driven")}
     blocks, start = [], 0
     for number, unit in enumerate(context.units("prepare")):
         stored, road = unit.arrays("scenes"), unit.arrays("road")
@@ -178,7 +193,9 @@ def _judge_split(context: Context, split: str, paths: Floats) -> tuple[dict[str,
         scenes = {name: stored[name][rows] for name in ("history", "future", "neighbours", "pose")}
         straight = constant_velocity(scenes["history"], paths.shape[1])
         chosen = [paths[one[start : start + len(rows)]] for one in seeds]
-        predicted = (chosen, [straight], [paths[nearest_entries(paths, straight[:, 0], 6)]])
+        nearest = paths[nearest_entries(paths, straight[:, 0], 6)]
+        turned, driven = constant_turn(scenes["history"], paths.shape[1]), scenes["future"][:, None]
+        predicted = (chosen, [straight], [nearest], [turned], [driven])
         for part, each in zip(parts.values(), predicted, strict=True):
             part.append(np.stack([judge(one, scenes, road) for one in each]))
         blocks.append(number * 1_000_000 + stored["block"][rows].astype(np.int64))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader
 from memfit.pipeline import Context
 from memfit.rundir import phase
 from memfit.training import KeyedDataset, KeyedSampler, Trainer, find_device, load_checkpoint, seed_everything
-from memfit_workloads.trajectory.data import SPLITS, Scenes
-from memfit_workloads.trajectory.model import TrajectoryScorer, distances
+from memfit_workloads import own
+from memfit_workloads.trajectory.data import INPUTS, SPLITS, Scenes
+from memfit_workloads.trajectory.model import distances
 from memfit_workloads.trajectory.params import ModelParams, TrajectoryParams
 
 #: How much each teacher head counts beside the imitation head when a trajectory is chosen.
@@ -34,16 +35,44 @@ def scenes_of(context: Context, split: str) -> Scenes:
     return Scenes([(one.path("scenes"), table.path("teacher")) for one, table in places], split)
 
 
-def loader(scenes: Scenes, params: TrajectoryParams, seed: int, num_ranks: int = 1) -> DataLoader[Any]:
+def loader(
+    scenes: Scenes, params: TrajectoryParams, seed: int, num_ranks: int = 1, num_workers: int | None = None
+) -> DataLoader[Any]:
     """Return batches of history, raster, future and teacher; of those to train on in another order each epoch."""
     settings, items = params.dataloader.params, KeyedDataset(scenes, seed)
+    num_workers = settings.num_workers if num_workers is None else num_workers
     return DataLoader(
         items,
-        -(-settings.batch_size // num_ranks),
+        settings.batch_size * num_ranks,  # of which a `Trainer` deals each rank its part
         sampler=KeyedSampler(items, seed, shuffle=scenes.split == "train"),
-        num_workers=settings.num_workers,
-        multiprocessing_context="forkserver" if settings.num_workers else None,
+        num_workers=num_workers,
+        multiprocessing_context="forkserver" if num_workers else None,
     )
+
+
+def new_model(params: TrajectoryParams, vocabulary: Any) -> Any:
+    """Return a network that scores the trajectories of a vocabulary (K, F, 2)."""
+    paths, data = np.array(vocabulary, np.float32), params.data
+    sizes = {"num_history": data.num_history, "num_future": data.num_future, "raster_size": data.raster_size}
+    model: Any = own.build(params.model, vocabulary=paths, **sizes)
+    if not hasattr(model, "vocabulary"):  # the loss reads it
+        model.register_buffer("vocabulary", torch.from_numpy(paths), persistent=False)
+    return model
+
+
+def training_step(context: Context, params: TrajectoryParams) -> Callable[[Any], None]:
+    """Return one step of a training, without what a trainer does around it."""
+    device = find_device("auto")
+    model = new_model(params, context["vocabulary"].arrays("vocabulary")["paths"]).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step(batch: Any) -> None:
+        total, weight = scorer_loss(params.model, model, [one.to(device) for one in batch])
+        optimizer.zero_grad()
+        torch.autograd.backward(total / weight)
+        optimizer.step()
+
+    return step
 
 
 def loaders(params: TrajectoryParams) -> list[DataLoader[Any]]:
@@ -61,7 +90,7 @@ def loaders(params: TrajectoryParams) -> list[DataLoader[Any]]:
         np.save(Path(folder, "split.npy"), np.digitize(np.arange(num) / num, bounds))
         scenes = [Scenes([(Path(folder), Path(folder, "teacher.npy"))], split) for split in SPLITS[:2]]
         assert all(len(one) and one.arrays for one in scenes)  # these are maps, and stay when the folder has gone
-    return [loader(scenes[0], params, 0, int(os.environ["WORLD_SIZE"])), loader(scenes[1], params, 0)]
+    return [loader(one, params, 0) for one in scenes]
 
 
 def scorer_loss(params: ModelParams, model: Any, batch: Any) -> tuple[torch.Tensor, int]:
@@ -71,11 +100,16 @@ def scorer_loss(params: ModelParams, model: Any, batch: Any) -> tuple[torch.Tens
     softmax of minus the distance in units of ``temperature`` metres. The teacher heads are to say the table's scores.
     """
     history, raster, future, teacher = batch
-    scores = model(history, raster).float()
+    scores = answer(model, history, raster)
     target = softmax(-distances(model.vocabulary, future).mean(-1) / params.temperature, dim=1)
     imitation = -(target * log_softmax(scores[:, 0], dim=1)).sum()
     taught = binary_cross_entropy_with_logits(scores[:, 1:], teacher.float(), reduction="none").mean((1, 2)).sum()
     return imitation + params.teacher_weight * taught, len(history)
+
+
+def answer(model: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    """Return what a network says of histories (B, H, 2) and rasters (B, 3, R, R): log-odds (B, 5, K)."""
+    return own.call(model, INPUTS, dict(zip(INPUTS, inputs, strict=True)).__getitem__).float()
 
 
 def train(context: Context, params: TrajectoryParams) -> dict[str, Any]:
@@ -90,7 +124,7 @@ def train(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     seed_everything(context.seed)
     settings, device = params.trainer.params, find_device("auto")
     paths = context["vocabulary"].arrays("vocabulary")["paths"]
-    model: Any = TrajectoryScorer(paths, params.data.num_history, params.model.width).to(device)
+    model, num_ranks = new_model(params, paths).to(device), dist.get_world_size() if dist.is_initialized() else 1
     if dist.is_initialized() and settings.strategy == "ddp":
         model = DistributedDataParallel(model)
     elif dist.is_initialized():
@@ -104,12 +138,13 @@ def train(context: Context, params: TrajectoryParams) -> dict[str, Any]:
         device=device,
         precision="bf16-mixed" if settings.precision == "bf16-mixed" else None,
         seed=context.seed,
-        global_batch_size=params.dataloader.params.batch_size * settings.accumulate_grad_batches,
+        global_batch_size=params.dataloader.params.batch_size * num_ranks * settings.accumulate_grad_batches,
         checkpoint_dir=context.dir,
         max_grad_norm=settings.gradient_clip_val,
     )
     scenes = [scenes_of(context, split) for split in ("train", "valid")]
-    result = trainer.fit(*(loader(one, params, context.seed) for one in scenes), num_epochs=settings.max_epochs)
+    batches = loader(scenes[0], params, context.seed, num_ranks), loader(scenes[1], params, context.seed)
+    result = trainer.fit(*batches, num_epochs=settings.max_epochs)
     context.save("best", checkpoint_path(context.dir / "best"))
     return {
         "best_epoch": result.best_epoch,
@@ -128,7 +163,7 @@ def choose(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     """
     phase("validate")
     paths = context["vocabulary"].arrays("vocabulary")["paths"]
-    model, device = TrajectoryScorer(paths, params.data.num_history, params.model.width), find_device("auto")
+    model, device = new_model(params, paths), find_device("auto")
     model.load_state_dict(load_checkpoint(context["train"].path("best"))["model"])
     model = model.to(device).eval()
     ends = torch.from_numpy(np.array(paths[:, -1], np.float32))
@@ -136,7 +171,7 @@ def choose(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     found = {split: np.zeros((0, _NUM_MODES), np.int64) for split in SPLITS[2:]}
     for split in found:
         for history, raster, *_ in loader(scenes_of(context, split), params, 0):
-            scores = model(history.to(device), raster.to(device)).float().cpu()
+            scores = answer(model, history.to(device), raster.to(device)).cpu()
             total, picked = log_softmax(scores[:, 0], dim=1) + (shares * logsigmoid(scores[:, 1:])).sum(1), []
             for _ in range(_NUM_MODES):
                 picked.append(total.argmax(1))

@@ -1,11 +1,10 @@
-"""The video classifier: with a leak on purpose, with collections on, decoding, and 300 clips under a limit and kills.
+"""The video classifier: with collections on, decoding, and 300 clips under a limit and kills.
 
-    make bench NAME=video ARGS="--part leak --part cleanup --part decode --part clips"
+    make bench NAME=video ARGS="--part cleanup --part decode --part clips"
 
-Parts: ``leak``: labels drawn at random for each group, with folds of whole groups and of single videos; ``cleanup``:
-what each kind of garbage collection freed and cost; ``decode``: clips a second, and memory, against decoding whole
-files; ``clips``: 300 clips, a tenth of them damaged, in five folds under one real limit into which two plain folds fit,
-killed 20 times (needs root and a memory cgroup; at most 4 GiB).
+Parts: ``cleanup``: what each kind of garbage collection freed and cost; ``decode``: clips a second, and memory, against
+decoding whole files; ``clips``: 300 clips, a tenth of them damaged, in five folds under one real limit into which two
+plain folds fit, killed 20 times (needs root and a memory cgroup; at most 4 GiB).
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from typing import Any
 
 import av
 import numpy as np
-from pyarrow import feather
 
 from harness import Limited, find_parent, parser
-from memfit.pipeline import Output
 from memfit.rundir import RunDir
 from memfit.units import format_bytes
 from memfit_workloads.benches import command, contents, differing, run
@@ -95,17 +92,6 @@ for epoch in range(3):
 SHORT = {"data.num_clips": 96, "clip.size": 32, "train.num_epochs": 3}
 CLIPS = {"data.num_clips": 300, "data.bad_share": 0.1, "clip.size": 32, "train.num_epochs": 6}
 MOST_BYTES = 4 << 30
-
-
-def leak(folder: Path) -> None:
-    settings = SHORT | {"train.labels": "random", "train.num_epochs": 25, "num_versions": 1}
-    for grouped in ("true", "false"):
-        summary = run(CONFIG, settings | {"runs_dir": folder / grouped, "splits.grouped": grouped})
-        table = feather.read_table(Path(summary["run"]) / "kfold_results.feather")
-        pooled = Output(Path(summary["run"], "checkpoints/stage_evaluate.json")).json("scores")["pooled"]["accuracy"]
-        train = sum(table["train_accuracy"].to_pylist()) / len(table)
-        shown = f"{pooled['value']:.3f} ({pooled['low']:.3f} to {pooled['high']:.3f})"
-        print(f"random labels, grouped {grouped}: train accuracy {train:.3f}, out of fold {shown}")
 
 
 def cleanup(folder: Path) -> None:
@@ -191,7 +177,7 @@ def clips(folder: Path) -> None:
     print(f"{len(different)} of {len(expected)} results differ {different[:3]}; {skipped} damaged clips were skipped")
 
 
-PARTS: dict[str, Callable[[Path], None]] = {"leak": leak, "cleanup": cleanup, "decode": decode, "clips": clips}
+PARTS: dict[str, Callable[[Path], None]] = {"cleanup": cleanup, "decode": decode, "clips": clips}
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from memfit.memory import Budget
 from memfit.pipeline import Context, fingerprint_files
 from memfit.rundir import phase, record
 from memfit.units import format_bytes
+from memfit_workloads import own
 from memfit_workloads.video.alike import MOST_DIFFERENCE, frame_signatures, group_alike
 from memfit_workloads.video.clips import make_clips
 from memfit_workloads.video.decode import BadVideoError, decoder_version, probe, sample_frames
@@ -55,11 +56,11 @@ def check(params: VideoParams) -> None:
         raise MissingExtraError.of("av", "video", "a video", "memfit-systems")
     if params.entry == "notebook" and importlib.util.find_spec("nbclient") is None:
         raise MissingExtraError.of("nbclient", "video", "entry: notebook", "memfit-systems")
-    if params.data.path is None:
-        labels = [_KNOWN_CLASSES[number % 2] for number in range(params.data.num_clips)]
-    else:
-        labels = [label for _, label, _ in find_videos(params.data)]
-        _classes(set(labels))
+    clip, labels = params.clip, [label for _, label, _ in find_videos(params.data)] if params.data.path else []
+    labels = labels or [_KNOWN_CLASSES[number % 2] for number in range(params.data.num_clips)]
+    outputs, shape = num_outputs(_classes(set(labels))), (2, clip.num_frames, 3, clip.size, clip.size)
+    sizes = {"num_outputs": outputs, "num_frames": clip.num_frames, "size": clip.size}
+    own.try_out(params.model, lambda: own.build(params.model, **sizes), {"frames": ("uint8", shape)}, (2, outputs))
     splits = params.splits
     splitter = StratifiedGroups(splits.n_splits, splits.test_share)
     try:  # each video alone: groups of several leave fewer to deal
@@ -143,13 +144,18 @@ def find_videos(settings: DataParams, folder: Path = Path()) -> list[tuple[Path,
 
 
 def _classes(names: set[str]) -> list[str]:
-    if len(names) != 2:
+    if len(names) < 2:
         raise DataError(
-            f"the videos have {len(names)} classes: {', '.join(sorted(names)[:5])}.",
-            rule="the model tells two classes apart.",
-            remedy="give each video one of two labels, or name others: --set params.data.path=...",
+            f"the videos have one class: {', '.join(names)}.",
+            rule="the model tells two classes or more apart.",
+            remedy="give each video its label, or name others: --set params.data.path=...",
         )
     return list(_KNOWN_CLASSES) if names == set(_KNOWN_CLASSES) else sorted(names)
+
+
+def num_outputs(classes: Sequence[str]) -> int:
+    """Return how many numbers a network returns for a video: the log-odds of the second class, or one for each."""
+    return 1 if len(classes) == 2 else len(classes)
 
 
 def create_kfold_splits(context: Context, params: VideoParams) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from memfit import config
+from memfit_workloads.own import Network, Target
 
 
 class DataParams(config.Settings):
@@ -78,7 +79,13 @@ class TrainParams(config.Settings):
     skip_batches: int | None = Field(
         None, ge=1, description="leave out a batch whose single sample does not fit, at most so many"
     )
-    labels: Literal["true", "random"] = Field("true", description="random: what a model can only learn by heart")
+
+
+class ModelParams(Network):
+    """The network: a small one of this width, or your own."""
+
+    target: Target = "memfit_workloads.video.model:ClipNet"
+    width: int = Field(8, ge=4, multiple_of=4, description="channels of the first layer")
 
 
 class VideoParams(config.Settings):
@@ -89,7 +96,7 @@ class VideoParams(config.Settings):
     clip: ClipParams = ClipParams()
     splits: SplitParams = SplitParams()
     num_versions: int = Field(2, ge=1, description="versions of each training video: itself, and changed copies")
-    width: int = Field(8, ge=4, multiple_of=4, description="channels of the first layer")
+    model: ModelParams = ModelParams()
     loader: LoaderParams = LoaderParams()
     train: TrainParams = TrainParams()
     cleanup: CleanupParams = CleanupParams()

@@ -18,22 +18,36 @@ _OF_FILE = ("num_bytes", "num_frames", "seconds", "fps", "width", "height")
 METRICS = ("auc", "accuracy", "loss")
 
 
-def binary_metrics(classes: npt.NDArray[Any], logits: npt.NDArray[Any]) -> dict[str, float]:
-    """Return ``auc``, ``accuracy`` (of log-odds above 0) and ``loss`` (mean cross-entropy in nats).
+def logits_in(table: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Return the classes of a table of predictions, and its log-odds (n, num_outputs)."""
+    return table["class"].to_numpy(), np.array(table["logit"].to_pylist(), np.float64).reshape(len(table), -1)
 
-    ``auc`` is 0.5 where there is one class alone.
+
+def metrics(classes: npt.NDArray[Any], logits: npt.NDArray[Any]) -> dict[str, float]:
+    """Return ``auc``, ``accuracy`` of the likeliest class, and ``loss``, the mean cross-entropy in nats.
+
+    ``logits`` (n, num_outputs) are the log-odds of the second of two classes, or those of each of more.
+    ``auc`` is that of the second of two classes, or the mean over more, each against the rest; 0.5 of one alone.
     """
     from scipy.stats import rankdata
 
-    num_ones = int(np.sum(classes == 1))
-    pairs = num_ones * (len(classes) - num_ones)
-    above = rankdata(logits)[classes == 1].sum() - num_ones * (num_ones + 1) / 2  # the Mann-Whitney statistic
-    signed = np.where(classes == 1, logits, -logits)
+    logits, areas = _of_each_class(logits), list[float]()
+    for own in range(1 if logits.shape[1] == 2 else 0, logits.shape[1]):
+        num_own = int(np.sum(classes == own))
+        odds = logits[:, own] - np.logaddexp.reduce(np.delete(logits, own, axis=1), axis=1)
+        above = rankdata(odds)[classes == own].sum() - num_own * (num_own + 1) / 2  # the Mann-Whitney statistic
+        areas += [float(above / pairs)] if (pairs := num_own * (len(classes) - num_own)) else []
+    lead = logits - logits[np.arange(len(classes)), classes][:, None]
     return {
-        "auc": float(above / pairs) if pairs else 0.5,
-        "accuracy": float(np.mean((logits > 0) == (classes == 1))),
-        "loss": float(np.mean(np.logaddexp(0, -signed))),
+        "auc": float(np.mean(areas)) if areas else 0.5,
+        "accuracy": float(np.mean(logits.argmax(axis=1) == classes)),
+        "loss": float(np.mean(np.logaddexp.reduce(lead, axis=1))),
     }
+
+
+def _of_each_class(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return log-odds of all classes, of which the first of two has 0."""
+    return logits if logits.shape[1] > 1 else np.concatenate([np.zeros_like(logits), logits], axis=1)
 
 
 def baselines(
@@ -51,7 +65,8 @@ def baselines(
     columns = [np.log1p(videos[name].to_numpy().astype(float)) for name in _OF_FILE]
     columns += [(codecs == one).astype(float) for one in np.unique(codecs)]
     features = np.stack(columns, axis=1)
-    majority = int(np.mean(classes[train]) >= 0.5)
+    counts = np.bincount(classes[train])
+    majority = len(counts) - 1 - int(counts[::-1].argmax())  # of several the last
     rule = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)).fit(features[train], classes[train])
     return {
         "majority": float(np.mean(classes[valid] == majority)),
@@ -70,25 +85,28 @@ def evaluate(context: Context, params: VideoParams) -> dict[str, Any]:
     valid = pa.concat_tables([unit.table("valid_predictions") for unit in units])
     groups = context["load_data"].table("videos")["group"].to_numpy()
     rng = np.random.default_rng(context.seed)
-    truth, logits = valid["class"].to_numpy(), valid["logit"].to_numpy()
+    truth, logits = logits_in(valid)
     pooled = _judged(truth, logits, groups[valid["row"].to_numpy()], params.level, rng)
     tests = [unit.table("test_predictions") for unit in units]
-    means, rows = np.mean([one["logit"].to_numpy() for one in tests], axis=0), tests[0]["row"].to_numpy()
-    test = _judged(tests[0]["class"].to_numpy(), means, groups[rows], params.level, rng) if len(rows) else {}
+    rows, test = tests[0]["row"].to_numpy(), dict[str, dict[str, float]]()
+    if len(rows):
+        means = np.mean([logits_in(one)[1] for one in tests], axis=0)
+        test = _judged(tests[0]["class"].to_numpy(), means, groups[rows], params.level, rng)
     found: dict[str, Any] = {}
     for name in (*METRICS, "gap", "majority", "file_statistics"):
         values = np.array([unit.result[name] for unit in units])
         best = values.min() if name in ("loss", "gap") else values.max()
         sd = float(values.std(ddof=1)) if len(values) > 1 else 0.0
         found[name] = {"mean": float(values.mean()), "sd": sd, "best": float(best), "n": len(values)}
-    confusion = [[int(np.sum((truth == row) & ((logits > 0) == bool(column)))) for column in (0, 1)] for row in (0, 1)]
+    names, picked = context["load_data"].result["classes"], _of_each_class(logits).argmax(axis=1)
+    confusion = [np.bincount(picked[truth == row], minlength=len(names)).tolist() for row in range(len(names))]
     context.save("out_of_fold", valid.sort_by("row"))
     context.save("scores", {"folds": found, "pooled": pooled, "test": test, "confusion": confusion})
     return {
         "pooled_auc": pooled["auc"]["value"],
         "pooled_accuracy": pooled["accuracy"]["value"],
         "test_auc": test["auc"]["value"] if test else None,
-        "report": list(_lines(found, pooled, test, confusion, context["load_data"].result["classes"], params.level)),
+        "report": list(_lines(found, pooled, test, confusion, names, params.level)),
     }
 
 
@@ -104,11 +122,11 @@ def _judged(
     drawn = []
     for _ in range(_NUM_RESAMPLES):
         picked = np.concatenate([rows[at] for at in rng.integers(len(rows), size=len(rows))])
-        if len(np.unique(classes[picked])) == 2:
-            drawn.append(binary_metrics(classes[picked], logits[picked]))
+        if len(np.unique(classes[picked])) == max(2, logits.shape[1]):
+            drawn.append(metrics(classes[picked], logits[picked]))
     tail = 100 * (1 - level) / 2
     found = {}
-    for name, value in binary_metrics(classes, logits).items():
+    for name, value in metrics(classes, logits).items():
         low, high = np.percentile([one[name] for one in drawn] or [value], [tail, 100 - tail])
         found[name] = {"value": value, "low": float(low), "high": float(high)}
     return found
@@ -131,6 +149,6 @@ def _lines(
     ]
     if test:
         lines.append(f"test set, mean of the folds: accuracy {interval(test['accuracy'])}, AUC {interval(test['auc'])}")
-    (a, b), (c, d) = confusion
-    lines.append(f"{classes[0]}: {a} right, {b} wrong; {classes[1]}: {d} right, {c} wrong")
-    return lines
+    of_class = zip(classes, range(len(classes)), confusion, strict=True)
+    right = [f"{name}: {row[own]} right, {sum(row) - row[own]} wrong" for name, own, row in of_class]
+    return [*lines, "; ".join(right)]

@@ -71,7 +71,7 @@ def notebook(context: Context, params: VideoParams) -> dict[str, Any]:
 
 
 _DATA = ("load_data", "create_kfold_splits", "generate_augmentations", "create_datasets", "create_loaders")
-_FOLD_READS = ("clip", "loader", "num_versions", "train", "width", "@seed")
+_FOLD_READS = ("clip", "loader", "num_versions", "train", "model", "@seed")
 
 
 def _stage(
@@ -85,6 +85,7 @@ VIDEO = Workload(
     check=data.check,
     fingerprint=lambda params: {
         "load_data": data.fingerprint(params),
+        "initialize_model": params.model.fingerprint(),
         "notebook": data.fingerprint(params) + fingerprint_files(_NOTEBOOK),
     },
     stages=(
@@ -93,7 +94,7 @@ VIDEO = Workload(
         _stage("generate_augmentations", data.generate_augmentations, "load_data", reads=("num_versions", "@seed")),
         _stage("create_datasets", data.create_datasets, "load_data", reads=("clip",)),
         _stage("create_loaders", data.create_loaders, "create_datasets", reads=("loader", "@seed")),
-        _stage("initialize_model", initialize_model, reads=("width", "@seed")),
+        _stage("initialize_model", initialize_model, "load_data", reads=("clip", "model", "@seed")),
         _stage(
             "fold",
             train_fold,

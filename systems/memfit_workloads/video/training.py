@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import DataLoader
 
 from memfit.pipeline import Context
@@ -29,25 +29,32 @@ from memfit.training import (
     save_checkpoint,
     seed_everything,
 )
-from memfit_workloads.video.data import Clips, changes_by_row, paths_of
-from memfit_workloads.video.model import ClipNet, hash_of_weights
+from memfit_workloads import own
+from memfit_workloads.video.data import Clips, changes_by_row, num_outputs, paths_of
+from memfit_workloads.video.model import hash_of_weights
 from memfit_workloads.video.params import CleanupParams, VideoParams
-from memfit_workloads.video.scores import baselines, binary_metrics
+from memfit_workloads.video.scores import baselines, logits_in, metrics
 
 
 def initialize_model(context: Context, params: VideoParams) -> dict[str, Any]:
     """Draw the first weights once, for all folds."""
     seed_everything(context.seed)
-    model = ClipNet(params.width)
+    model, network = new_model(context, params), params.model
+    arguments = ", ".join(f"{name}={value}" for name, value in network.arguments.items())
     path = context.dir / "first_weights.pt"
     save_checkpoint(path, {"model": model.state_dict()})
     context.save("first_weights", path)
     return {
-        "architecture": f"ClipNet(width={params.width})",
+        "architecture": f"{network.target.partition(':')[2]}({arguments})",
         "seed": context.seed,
         "num_parameters": sum(one.numel() for one in model.parameters()),
         "first_weights": hash_of_weights(model),
     }
+
+
+def new_model(context: Context, params: VideoParams) -> torch.nn.Module:
+    sizes = {"num_outputs": num_outputs(context["load_data"].result["classes"]), "size": params.clip.size}
+    return own.build(params.model, **sizes, num_frames=params.clip.num_frames)
 
 
 def train_fold(context: Context, params: VideoParams) -> dict[str, Any]:
@@ -57,7 +64,7 @@ def train_fold(context: Context, params: VideoParams) -> dict[str, Any]:
     """
     phase("load")
     data = FoldData(context, params)
-    model = ClipNet(params.width)
+    model = new_model(context, params)
     model.load_state_dict(load_checkpoint(context["initialize_model"].path("first_weights"))["model"])
     settings, cleanup = params.train, params.cleanup
     trainer = Trainer(
@@ -85,8 +92,7 @@ def train_fold(context: Context, params: VideoParams) -> dict[str, Any]:
     train = data.predict(model, data.train_rows)
     context.save("valid_predictions", valid)
     context.save("test_predictions", test)
-    found = binary_metrics(valid["class"].to_numpy(), valid["logit"].to_numpy())
-    train_accuracy = binary_metrics(train["class"].to_numpy(), train["logit"].to_numpy())["accuracy"]
+    found, train_accuracy = metrics(*logits_in(valid)), metrics(*logits_in(train))["accuracy"]
     found |= {"train_accuracy": train_accuracy, "gap": train_accuracy - found["accuracy"]}
     found |= baselines(data.videos, data.classes, data.train_rows, data.valid_rows)
     found |= {
@@ -103,7 +109,15 @@ def train_fold(context: Context, params: VideoParams) -> dict[str, Any]:
 def loss(model: torch.nn.Module, batch: Sequence[torch.Tensor]) -> tuple[torch.Tensor, int]:
     """Return the summed cross-entropy of a batch, and its number of videos."""
     frames, classes = batch
-    return binary_cross_entropy_with_logits(model(frames).float(), classes, reduction="sum"), len(classes)
+    found = answer(model, frames).float()
+    if found.shape[1] > 1:
+        return cross_entropy(found, classes.long(), reduction="sum"), len(classes)
+    return binary_cross_entropy_with_logits(found[:, 0], classes, reduction="sum"), len(classes)
+
+
+def answer(model: torch.nn.Module, frames: torch.Tensor) -> torch.Tensor:
+    """Return what a network says of frames (n, num_frames, 3, size, size) of bytes."""
+    return own.call(model, ["frames"], lambda name: frames)
 
 
 class FoldData:
@@ -117,7 +131,7 @@ class FoldData:
         self.valid_rows = np.flatnonzero(fold == own)
         self.test_rows = np.flatnonzero(fold == 0)
         self.train_rows = np.flatnonzero((fold != own) & (fold != 0))
-        self.classes = classes_of(self.videos, params, context["create_kfold_splits"].result["seed"])
+        self.classes = self.videos["class"].to_numpy()
         datasets = context["create_datasets"]
         self._frames = np.load(datasets.path("frames"), mmap_mode="r") if datasets.result["cached"] else None
         self._paths = list(paths_of(context))
@@ -136,13 +150,14 @@ class FoldData:
 
     @torch.no_grad()
     def predict(self, model: torch.nn.Module, rows: npt.NDArray[np.int64]) -> pa.Table:
-        """Return class and log-odds of these rows' videos."""
+        """Return class and log-odds of these rows' videos: of the second of two classes, or of each of more."""
         model.eval()
         device = next(model.parameters()).device
-        logits = [model(frames.to(device)).cpu().double().numpy() for frames, _ in self.batches(rows)]
-        found = np.concatenate(logits) if logits else np.zeros(0)
+        logits = [answer(model, frames.to(device)).cpu().double().numpy() for frames, _ in self.batches(rows)]
+        found = np.concatenate(logits) if logits else np.zeros((0, 1))
+        listed = pa.array(found[:, 0]) if found.shape[1] == 1 else pa.array(found.tolist())
         items = self.videos["item"].take(pa.array(rows))
-        return pa.table({"row": rows, "item": items, "class": self.classes[rows], "logit": found})
+        return pa.table({"row": rows, "item": items, "class": self.classes[rows], "logit": listed})
 
     def _clips(self, rows: npt.NDArray[np.int64], changes: Mapping[int, Sequence[Mapping[str, Any]]]) -> Clips:
         clip = self.params.clip
@@ -159,16 +174,6 @@ class FoldData:
             num_workers=num_workers,
             multiprocessing_context="forkserver" if num_workers else None,
         )
-
-
-def classes_of(videos: pa.Table, params: VideoParams, seed: int) -> npt.NDArray[np.int64]:
-    """Return the class of each video; with random labels one drawn for each group, alike in all folds."""
-    classes: npt.NDArray[np.int64] = videos["class"].to_numpy()
-    if params.train.labels == "true":
-        return classes
-    groups = videos["group"].to_numpy()
-    drawn = np.random.default_rng(seed).permutation(len(np.unique(groups))) % 2
-    return drawn[np.unique(groups, return_inverse=True)[1]].astype(np.int64)
 
 
 def clean_after_steps(cleanup: CleanupParams) -> Callable[[StepOutcome], None]:
@@ -197,7 +202,7 @@ def loader(context: Context, params: VideoParams, num_workers: int) -> DataLoade
 def training_step(context: Context, params: VideoParams) -> Callable[[Any], None]:
     """Return one step of a fold's training, without what a trainer does around it."""
     device = find_device(params.train.device)
-    model = ClipNet(params.width).to(device)
+    model = new_model(context, params).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=params.train.learning_rate)
 
     def step(batch: Any) -> None:

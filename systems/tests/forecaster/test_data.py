@@ -6,16 +6,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from memfit.data import Panel
+from memfit_workloads.finance.panels import DataParams, num_features, sectors_of
 from memfit_workloads.forecaster.data import (
     day_weights,
     largest_day,
     neighbours_of,
-    num_features,
-    sectors_of,
     volatility_ranks,
     write_neighbours,
 )
-from memfit_workloads.forecaster.params import ForecastData, ForecasterParams
+from memfit_workloads.forecaster.params import ForecasterParams
 from memfit_workloads.forecaster.stages import FORECASTER
 from stages_here import StagesHere
 
@@ -99,11 +98,11 @@ def test_the_sector_of_an_asset_in_a_file_is_that_of_its_first_date(tmp_path):
     rows["kind"] = ["energy", "banks", "energy", "energy", None]
     pq.write_table(pa.table(rows), tmp_path / "mine.parquet", row_group_size=2)
     panel = Panel.build(tmp_path / "mine.parquet", tmp_path, features=["x"], targets=["y"])
-    data = ForecastData(source="parquet", path=tmp_path / "mine.parquet", features=("x",), targets={1: "y"},
+    data = DataParams(source="parquet", path=tmp_path / "mine.parquet", features=("x",), targets={1: "y"},
                         horizons=(1,), main_horizon=1, sector="kind")  # fmt: skip
     assert sectors_of(panel, data).tolist() == [0, 1, -1]
     assert (num_features(data), largest_day(data)) == (1, 2)
-    assert sectors_of(panel, ForecastData()).tolist() == [-1] * 3
+    assert sectors_of(panel, DataParams()).tolist() == [-1] * 3
 
 
 @pytest.mark.proves("S2-45")

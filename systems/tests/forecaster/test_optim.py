@@ -83,13 +83,13 @@ def test_adamw_does_not_load_the_library_that_takes_seconds():
         "import sys, torch; from memfit_workloads.forecaster.optim import make_optimizer\n"
         "make_optimizer('adamw', [torch.nn.Parameter(torch.ones(1))], 1e-3, 0.0)\n"
         "assert 'pytorch_optimizer' not in sys.modules\n"
-        "make_optimizer('lion', [torch.nn.Parameter(torch.ones(1))], 1e-3, 0.0)\n"
+        "make_optimizer('adabelief', [torch.nn.Parameter(torch.ones(1))], 1e-3, 0.0)\n"
         "assert 'pytorch_optimizer' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adabelief", "lion", "radam"])
+@pytest.mark.parametrize("name", ["adamw", "adabelief"])
 def test_an_optimizer_goes_on_from_its_state_bit_for_bit(name):
     def train(weight, optimizer, steps):
         for step in steps:
@@ -114,8 +114,7 @@ def test_an_optimizer_goes_on_from_its_state_bit_for_bit(name):
     assert state["param_groups"][0]["lr"] == 1e-2
 
 
-@pytest.mark.parametrize("name", ["adabelief", "lion"])
-def test_a_safe_step_steps_an_optimizer_of_the_library_as_it_steps_alone(name):
+def test_a_safe_step_steps_an_optimizer_of_the_library_as_it_steps_alone():
     x, y = torch.randn(16, 3, generator=torch.Generator().manual_seed(0)), torch.ones(16, 1)
 
     def squared_error(model, batch):
@@ -125,7 +124,7 @@ def test_a_safe_step_steps_an_optimizer_of_the_library_as_it_steps_alone(name):
     for is_safe in (True, False):
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 1)
-        optimizer = make_optimizer(name, model.parameters(), 1e-2, 0.1)
+        optimizer = make_optimizer("adabelief", model.parameters(), 1e-2, 0.1)
         step = SafeStep(model, optimizer, squared_error, microbatch_size=None)
         for _ in range(8):
             if is_safe:
@@ -137,21 +136,6 @@ def test_a_safe_step_steps_an_optimizer_of_the_library_as_it_steps_alone(name):
                 optimizer.step()
         weights.append(model.weight.detach())
     assert torch.equal(*weights)
-
-
-def test_an_unknown_optimizer_is_refused_with_the_nearest_name():
-    with pytest.raises(UsageError, match="did you mean 'adabelief'") as caught:
-        make_optimizer("adabelif", [torch.nn.Parameter(torch.ones(1))], 1e-3, 0.0)
-    assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "rate", "decay"),
-    [("lbfgs", 0.1, 0.0), ("a2grad", 0.1, 0.0), ("bsam", 0.1, 0.0), ("adabelief", -0.1, 0.0), ("adamw", 0.1, -0.1)],
-)
-def test_an_optimizer_that_cannot_be_made_from_a_rate_and_a_decay_is_refused(name, rate, decay):
-    with pytest.raises(UsageError, match=f"{name} with learning rate {rate} and weight decay {decay} cannot be made"):
-        make_optimizer(name, [torch.nn.Parameter(torch.ones(1))], rate, decay)
 
 
 def trace(name, num_steps, *, rate=1.0, **settings):

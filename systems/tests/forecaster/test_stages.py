@@ -118,14 +118,13 @@ def test_what_a_config_cannot_train_with_is_refused_before_the_first_job_by_the_
     settings_of(merged(SMALL, {"train": cycles | {"num_epochs": 40}}))
     assert "params.splits.n_splits" in refused("cannot be cut into 300 test blocks", splits={"n_splits": 300})
     assert "params.train.valid_share" in refused("none is left to fit on", train={"valid_share": 0.99})
-    refused("a2grad .* cannot be made: it has no lr", train={"optimizer": "a2grad"})
     with pytest.raises(ConfigError, match="0 columns named 'Sector'") as caught:
         settings_of({"data": PARQUET | {"sector": "Sector"}})
     assert "--set params.data.sector" in caught.value.remedy
 
 
 def test_every_setting_has_a_changed_value_here():
-    assert set(CHANGED) == set(leaves(ForecasterParams))
+    assert set(CHANGED) | {"model.target", "model.params"} == set(leaves(ForecasterParams))  # test_own.py has these
 
 
 @pytest.mark.proves("S2-31")
@@ -149,7 +148,7 @@ def test_every_setting_changes_what_a_stage_is_keyed_by(files):
         ({"model": {"hidden_size": 30, "num_heads": 4}}, "must be a multiple of model.num_heads"),
         ({"model": {"hidden_size": 9, "num_heads": 3}}, "must be even"),
         ({"model": {"num_layers": 7}}, "less than or equal to 6"),
-        ({"train": {"optimizer": "adabelif"}}, "adabelif is no optimizer; did you mean 'adabelief'"),
+        ({"train": {"optimizer": "adabelif"}}, "'adamw' or 'adabelief'"),
         ({"model": {"dropout": 1.0}}, "less than 1"),
         ({"train": {"cycles": 3}}, "cycles belongs to schedule: warm_restarts"),
         ({"train": {"schedule": "cosine_restart"}}, "'constant', 'cosine' or 'warm_restarts'"),
@@ -159,7 +158,7 @@ def test_every_setting_changes_what_a_stage_is_keyed_by(files):
         ({"train": {"horizon_weights": {3: 1.0}}}, r"names \[3\], and data.horizons are"),
         ({"train": {"horizon_weights": {1: 0, 5: 0, 10: 0, 20: 0}}}, "gives every horizon the weight 0"),
         ({"train": {"microbatch_size": 0}}, "it is at least 1"),
-        ({"data": {"sector": "kind"}}, "sector belongs to source: parquet"),
+        ({"data": {"sector": "kind"}}, "sector belongs to source: parquet, and source is prices"),
         ({"train": {"lr": 0.1}}, "Extra inputs are not permitted"),
     ],
 )
@@ -308,8 +307,8 @@ def test_a_training_with_another_optimizer_than_was_asked_for_ends_before_its_fi
 )
 def test_each_effective_setting_is_compared_with_what_was_asked_for(tmp_path, change, why):
     here = StagesHere(tmp_path, FORECASTER, ForecasterParams.model_validate(SMALL))
-    context, params, fold = parts(here)
-    trainer = stages._trainer(context, params, stages._new_model(params, fold), stages._loss(params), 0.01, 100)
+    context, params, _ = parts(here)
+    trainer = stages._trainer(context, params, stages._new_model(params, 2), stages._loss(params), 0.01, 100)
     change(trainer)
     if why is None:
         stages.check_effective(trainer, params)

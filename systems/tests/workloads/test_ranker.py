@@ -218,18 +218,6 @@ def test_a_warm_start_begins_with_the_weights_of_the_fold_before_and_says_so(tmp
     assert not torch.equal(cold["heads.weight"], trained["heads.weight"])
 
 
-@pytest.mark.long
-def test_combinatorial_folds_name_the_path_of_each_date(tmp_path):
-    params = make_params(SMALL, {"kind": "combinatorial", "n_splits": 4, "embargo_size": 1}, num_epochs=1)
-    fold = Fold(tmp_path, params, 6)
-    metrics = fold.train()
-    scores = fold.scores
-    assert set(scores.column("date").to_numpy()) == set(fold.panel.dates[fold.test_dates])
-    # Fold 6 tests the last two of four blocks, as the third fold that tests each.
-    assert set(scores.column("path").to_pylist()) == {2}
-    assert metrics["num_dates"] == len(fold.test_dates)
-
-
 def test_a_feature_that_never_changes_is_not_divided_by_zero(tmp_path):
     rows = {"date": ["2024-01-02"] * 2, "code": ["A", "B"], "x": [3.0, 3.0], "y": [1.0, None]}
     panel = Panel.build(pa.table(rows), tmp_path, features=["x", "y"])

@@ -23,8 +23,7 @@ from memfit.splits import PurgedKFold, WalkForward
 from memfit_workloads.finance.panels import check_folds, fingerprint, hold_out, market, possible_dates
 from memfit_workloads.ranker import data as module
 from memfit_workloads.ranker import stages
-from memfit_workloads.ranker.combinatorial import CombinatorialPurged
-from memfit_workloads.ranker.data import path_of_dates, splitter
+from memfit_workloads.ranker.data import splitter
 from memfit_workloads.ranker.params import RankerParams
 from memfit_workloads.ranker.stages import RANKER
 from stages_here import StagesHere
@@ -66,7 +65,6 @@ def test_folds_are_purged_by_the_longest_horizon_and_every_usable_date_is_tested
     [
         ({"n_splits": 4}, PurgedKFold, 4),
         ({"kind": "walk_forward", "n_splits": 4, "train_size": 15}, WalkForward, 4),
-        ({"kind": "combinatorial", "n_splits": 4, "embargo_size": 1}, CombinatorialPurged, 6),
     ],
 )
 def test_each_kind_of_split_gives_its_folds_and_none_leaks_a_label(tmp_path, splits, kind, num_folds):
@@ -80,17 +78,6 @@ def test_each_kind_of_split_gives_its_folds_and_none_leaks_a_label(tmp_path, spl
         if kind is WalkForward:
             assert train.max() < test.min()
             assert len(train) <= 15
-
-
-def test_the_paths_of_combinatorial_folds_hold_each_usable_date_once(tmp_path):
-    params = make_params(splits={"kind": "combinatorial", "n_splits": 4, "embargo_size": 1})
-    prepared = prepare(tmp_path, params)
-    paths = np.stack([path_of_dates(prepared.panel, params, fold) for fold in range(1, 7)])
-    for fold, (_, test) in enumerate(prepared.splits):
-        assert np.flatnonzero(paths[fold] >= 0).tolist() == test.tolist()
-    for path in range(3):
-        assert (paths[:, 9:116] == path).sum(axis=0).tolist() == [1] * 107
-    assert path_of_dates(prepared.panel, make_params(), 1) is None
 
 
 @given(st.integers(3, 200), st.floats(0, 0.9), st.integers(1, 30), st.integers(0, 5))
@@ -255,7 +242,7 @@ def test_what_a_config_cannot_run_with_is_refused_before_the_first_job_by_the_na
     judged(make_params(named | {"close": "a"}))
 
 
-@pytest.mark.parametrize("kind", ["purged", "walk_forward", "combinatorial"])
+@pytest.mark.parametrize("kind", ["purged", "walk_forward"])
 @pytest.mark.parametrize("turnover", [0.0, 0.9])
 def test_no_fold_fits_more_dates_than_the_check_of_its_config_says(tmp_path, kind, turnover):
     params = make_params(GENERATED | {"turnover": turnover}, splits=[("n_splits", 4), ("kind", kind)])
@@ -299,10 +286,8 @@ def test_without_closing_prices_no_job_starts_unless_nothing_is_judged(tmp_path,
         ({"model": {"num_heads": 5}}, r"model.width \(32\) must be a multiple of model.num_heads \(5\)"),
         ({"data": {"lokback": 20}}, "lokback"),
         ({"splits": {"train_size": 100}}, "train_size belongs to kind: walk_forward, and kind is purged"),
-        ({"splits": {"kind": "combinatorial", "lookback_size": 3}}, "lookback_size belongs to kind: purged"),
-        ({"splits": {"kind": "combinatorial", "n_test_splits": 5}}, r"n_test_splits \(5\) must be less"),
+        ({"splits": {"kind": "walk_forward", "lookback_size": 3}}, "lookback_size belongs to kind: purged"),
         ({"splits": {"warm_start": True}}, "warm_start needs kind: walk_forward, and kind is purged: .* leak"),
-        ({"splits": {"warm_start": True, "kind": "combinatorial"}}, "warm_start needs kind: walk_forward"),
         ({"splits": {"warm_start": True, "kind": "walk_forward", "train_size": 9}}, "warm_start needs train_size"),
         ({"train": {"tau_days": 60, "dates_per_batch": 1}}, "tau_days needs dates_per_batch of 2 or more"),
         ({"train": {"ema_decay": None, "ema_epochs": (3,)}}, "need an ema_decay"),

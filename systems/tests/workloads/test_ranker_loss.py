@@ -103,6 +103,7 @@ def make_batch(sizes=(4, 3, 5), horizons=2, weights=(1.0, 0.5, 0.25), seed=0):
         windows=rng.normal(size=(num, 2, 3)).astype(np.float32),
         targets=rng.normal(size=(num, horizons)).astype(np.float32),
         lists=np.repeat(np.arange(len(sizes)), sizes),
+        sectors=np.full(num, -1),
         weights=np.repeat(np.array(weights, np.float32), sizes),
         partners=np.concatenate([rng.integers(0, size, (size, 3)) for size in sizes]),
     )

@@ -107,6 +107,17 @@ def test_metrics_of_six_predictions_by_hand():
     assert scoring.judge(predicted[:, [0, 2, 3]], scenes, lanes(0.0))[0, 3:5].tolist() == [5, 1]
 
 
+def test_a_turn_and_a_speeding_up_go_on_in_the_last_direction_and_die_away():
+    angle, speed = np.radians([0.0, 2.0, 4.0]), np.array([1.0, 1.1, 1.2])
+    steps = np.stack([speed * np.cos(angle), speed * np.sin(angle)], axis=1)
+    history = np.concatenate([[[0.0, 0.0]], np.cumsum(steps, axis=0)])[None]
+    ((found,),) = scoring.constant_turn(np.concatenate([history, 0 * history]), 30)[:1]
+    first, last = np.diff(found, axis=0)[[0, -1]]
+    assert np.degrees(np.arctan2(*first[::-1])) == pytest.approx(4 + 2 * (0.8 + 0.64)) and np.hypot(*first) > 1.2
+    assert np.degrees(np.arctan2(*last[::-1])) == pytest.approx(12, abs=0.1)  # 4 + 2 x 0.8 / (1 - 0.8)
+    assert scoring.constant_turn(0 * history, 30) == pytest.approx(0)  # it stands
+
+
 def test_the_vocabulary_holds_centres_and_nearest_entries_come_first():
     speeds = np.repeat([2.0, 10.0, 20.0], 30)
     futures = np.stack([straight(one) for one in speeds])
@@ -146,11 +157,12 @@ def test_a_plan_counts_the_loaders_of_a_rank_over_files_of_the_planned_size(monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     params = TrajectoryParams.model_validate({"vocabulary": {"dtype": "float16"}})
     train, valid = training.loaders(params)
-    assert (train.batch_size, valid.batch_size) == (32, 64)
+    assert (train.batch_size, valid.batch_size) == (64, 64)
+    assert training.loader(train.dataset.dataset, params, 0, 16).batch_size == 16 * 64  # 64 on each rank
     assert len(valid.dataset) / len(train.dataset) == pytest.approx(0.15 / 0.7, rel=0.01)
     assert [(tuple(one.shape), one.dtype) for one in next(iter(train))] == [
-        ((32, 11, 2), torch.float32), ((32, 3, 32, 32), torch.uint8), ((32, 20, 2), torch.float32),
-        ((32, 4, 512), torch.float16),
+        ((64, 11, 2), torch.float32), ((64, 3, 32, 32), torch.uint8), ((64, 20, 2), torch.float32),
+        ((64, 4, 512), torch.float16),
     ]  # fmt: skip
 
 
@@ -223,7 +235,8 @@ def test_a_whole_run_splits_by_block_and_place_and_judges_beside_baselines(runs,
     metrics = Output(left / "stage_report.json").json("metrics")
     assert set(metrics) == {"test", "held_out"}
     for one in metrics.values():
-        assert set(one["metrics"]) == {"model", "constant_velocity", "nearest_entry"}
+        assert set(one["metrics"]) == {"model", "constant_velocity", "nearest_entry", "constant_turn", "driven"}
+        assert one["metrics"]["driven"]["minADE1"] == 0 and len(one["less_than_baseline"]) == 3
         assert one["metrics"]["model"]["minADE6"] <= one["metrics"]["model"]["minADE1"]
     assert Output(left / "choose_1.json").result["num_held_out"] == len(held["split"])
 

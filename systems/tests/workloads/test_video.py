@@ -19,6 +19,7 @@ from memfit.pipeline import Output  # noqa: E402
 from memfit.rundir import RunDir  # noqa: E402
 from memfit.training import EpochRecord, StepOutcome, load_checkpoint  # noqa: E402
 from memfit_workloads.video import data, scores, stages, training  # noqa: E402
+from memfit_workloads.video.model import ClipNet  # noqa: E402
 from memfit_workloads.video.params import VideoParams  # noqa: E402
 from stages_here import StagesHere  # noqa: E402
 
@@ -29,7 +30,7 @@ SMALL = {
     "splits": {"n_splits": 2, "test_share": 0.25},
     "loader": {"batch_size": 8},
     "train": {"num_epochs": 2},
-    "width": 4,
+    "model": {"width": 4},
 }
 STAGES = (
     "load_data", "create_kfold_splits", "generate_augmentations", "create_datasets", "create_loaders",
@@ -178,7 +179,7 @@ class _Context:
 @pytest.mark.proves("S1-48")
 @pytest.mark.long
 def test_out_of_memory_at_three_steps_splits_the_batch_and_keeps_the_weights():
-    model = training.ClipNet(4)
+    model = ClipNet(4)
     batches = [
         (torch.randint(0, 255, (8, 4, 3, 16, 16), dtype=torch.uint8), torch.randint(0, 2, (8,)).float())
         for _ in range(6)
@@ -214,7 +215,7 @@ def test_a_video_that_does_not_fit_alone_is_left_out_where_that_was_asked_for():
         return training.loss(model, batch)
 
     skip = training.SkipPolicy(1, max_share=1.0)
-    trainer = training.Trainer(training.ClipNet(4), loss=loss, split=training.BySample(), skip=skip)
+    trainer = training.Trainer(ClipNet(4), loss=loss, split=training.BySample(), skip=skip)
     result = trainer.fit(batches, num_epochs=1, preflight=False)
     assert (result.history[0].num_steps, result.history[0].num_skipped) == (4, 1)
 
@@ -326,9 +327,9 @@ def test_intervals_are_over_groups_and_metrics_are_those_of_scikit_learn():
 
     rng = np.random.default_rng(1)
     classes, logits = rng.integers(0, 2, 200), rng.normal(size=200)
-    found = scores.binary_metrics(classes, logits)
+    found = scores.metrics(classes, logits[:, None])
     assert found["auc"] == pytest.approx(roc_auc_score(classes, logits))
     assert found["loss"] == pytest.approx(log_loss(classes, 1 / (1 + np.exp(-logits))))
-    few = scores._judged(classes, logits, np.arange(200) // 20, 0.95, np.random.default_rng(0))["accuracy"]
-    many = scores._judged(classes, logits, np.arange(200), 0.95, np.random.default_rng(0))["accuracy"]
+    few = scores._judged(classes, logits[:, None], np.arange(200) // 20, 0.95, np.random.default_rng(0))["accuracy"]
+    many = scores._judged(classes, logits[:, None], np.arange(200), 0.95, np.random.default_rng(0))["accuracy"]
     assert few["low"] < few["value"] < few["high"] and many["low"] < many["value"] < many["high"]
