@@ -29,7 +29,7 @@ def test_videos_of_one_class_or_too_few_for_the_folds_start_no_job(tmp_path):
     (tmp_path / "real").mkdir()
     for number in range(9):
         (tmp_path / "real" / f"{number}.mp4").touch()
-    refused(VIDEO, "have 1 classes: real", data={"source": "files", "path": tmp_path})
+    refused(VIDEO, "have one class: real", data={"source": "files", "path": tmp_path})
     (tmp_path / "false").mkdir()
     (tmp_path / "false" / "a.mp4").touch()
     refused(VIDEO, "the class false lies in 1 groups", data={"source": "files", "path": tmp_path})
