@@ -17,7 +17,7 @@ CASES = [
     # course, epochs, until which step, limit above the base in MiB: what is told, and what it died of
     ("grows", GROWS, 1, 700, 1800, "sure", "growth"),
     ("grows in lumps", LUMPS, 1, 700, 1800, "sure", "growth"),
-    ("grows under a cache", GROWS + CACHE, 1, 700, 2800, "early", "growth"),
+    ("grows under a cache", GROWS + CACHE, 1, 700, 2800, "early", "size"),
     ("grows, in a first epoch of several", GROWS, 2, 400, 900, "early", "open"),
     ("grows, and the first epoch ends before the limit", GROWS, 4, 200, 1000, "", "open"),
     ("grows past the first epoch", GROWS, 4, 700, 1800, "sure", "growth"),

@@ -179,7 +179,7 @@ def explain_death(levels: Sequence[Level], limit_bytes: int, *, epoch_steps: int
         seen = [one for one in levels if one.step >= max(_FIRST_STEPS, now.step - share * (now.step - first))]
         low = _floors(seen, _PIECES)
         found = _judge(low, 0, math.inf)
-        if not found or found.late < 0.6 or low[-1][1] - low[0][1] < 0.5 * room:
+        if not found or found.late < 0.75 or low[-1][1] - low[0][1] < 0.5 * room:
             continue
         if later and not _outlives(later[-len(seen) :], levels, found.slope, epoch_steps):
             continue
