@@ -134,14 +134,13 @@ class Monitor:
 
     def _placed(self, sample: Sample) -> Sample:
         """Return a sample with the step that the job is at, and what each rank and the tensors on each device take."""
-        step, epoch = self.growing.steps.at(sample.time)
         own = {str(rank): self.meter.own_bytes(pids) for rank, pids in self._rank_pids.items()}
         self._rank_peaks |= {rank: peak for rank, (_, peak) in own.items()}
         ranks = {rank: low for rank, (low, _) in own.items()}
         allocated, alive = Counter[str](), {str(pid) for pid in self.meter.pids} if self._allocated else set()
         for (path, uuid), size in self._allocated.items():
             allocated[uuid] += size * (_pid_of(path) in alive)
-        sample = replace(sample, step=step, epoch=epoch, ranks=ranks if len(ranks) > 1 else {})
+        sample = replace(sample, step=self.growing.steps.at(sample.time), ranks=ranks if len(ranks) > 1 else {})
         return replace(sample, device_bytes=self.device_used_bytes(), allocated_bytes=dict(allocated))
 
     def _limits(self) -> dict[str, int]:

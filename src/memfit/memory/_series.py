@@ -17,7 +17,7 @@ _SHAPE = {"phase": str, "device_bytes": {str: int}} | _TIMES | dict.fromkeys(_SI
 _NONE = type(None)
 #: What lines of earlier versions lack.
 _LATER = {
-    **dict.fromkeys(("low_bytes", "resident_bytes", "reserved_bytes", "epoch"), (int, _NONE)),
+    **dict.fromkeys(("low_bytes", "resident_bytes", "reserved_bytes"), (int, _NONE)),
     **dict.fromkeys(("ranks", "allocated_bytes"), ({str: int}, _NONE)),
     "step": (int, float, _NONE),
 }

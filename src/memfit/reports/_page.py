@@ -15,7 +15,7 @@ from memfit.files import fits, write_atomic
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
 from memfit.reports._charts import CHART_STYLE, COLOURS, Layer, Line, draw_stack, legend
-from memfit.reports._columns import BAD, COLUMNS, columns_of, sentences_of
+from memfit.reports._columns import BAD, COLUMNS, columns_of
 from memfit.reports._curves import draw_curves, last_values, read_curves
 from memfit.reports._parts import Chart, Facts, Note, Part, Table, to_html
 from memfit.reports._study import study_of, view_trials
@@ -178,11 +178,13 @@ def _ahead(seen: _Seen) -> Iterator[Line]:
     """Yield for each running job that grows a line from now to its limit, at most as long as the run has lasted."""
     for job in seen.state.running:
         samples = (seen.series.get(job.id) or [[]])[-1]
-        for text in sentences_of([job]) if samples and fits(job.growth, _AHEAD) else ():
+        if samples and job.growth_told and fits(job.growth, _AHEAD):
             now, top = samples[-1].time - seen.start, sum(layer.values[-1] for layer in seen.layers)
             left, more = job.growth["at_time"] - samples[-1].time, job.growth["limit_bytes"] - samples[-1].private_bytes
             share = min(1.0, seen.seconds / max(left, 1.0))
-            yield Line(text, "currentColor", [(now, top), (now + share * left, top + share * more)], is_dashed=True)
+            yield Line(
+                job.growth_told, "currentColor", [(now, top), (now + share * left, top + share * more)], is_dashed=True
+            )
 
 
 def _jobs(seen: _Seen) -> Iterator[Part]:
