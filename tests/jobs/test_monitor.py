@@ -29,7 +29,7 @@ def test_where_the_driver_shows_no_processes_a_job_counts_with_what_its_torch_ho
     watch.observe()
     writer = EventWriter(tmp_path / "events", "fold_1")
     for held in (50, 30):
-        devices = [{"bytes": held, "peak_bytes": 90}, {"bytes": 0, "peak_bytes": 7}]
+        devices = [{"bytes": held, "peak_bytes": peak, "allocated_bytes": 0} for held, peak in ((held, 90), (0, 7))]
         writer.write("phase", phase="train", devices=devices)
     writer.write("phase", phase="train", devices="what else a job may write")
     writer.close()

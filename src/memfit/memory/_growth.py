@@ -181,7 +181,7 @@ def explain_death(levels: Sequence[Level], limit_bytes: int, *, epoch_steps: int
     start = next(one.low for one in levels if one.step >= first + 0.15 * passed)
     room = limit_bytes - start - median(one.peak - one.low for one in levels)
     for rise, _, low in _rises(levels, (0.85, 0.45, 0.25), epoch_steps, 0, math.inf):
-        if rise.late >= 0.75 and low[-1][1] - low[0][1] >= 0.5 * room:
+        if rise.late >= 0.7 and low[-1][1] - low[0][1] >= 0.5 * room:
             kind, _ = _kind_of(levels)
             return "open" if kind == "growth" and not _has_settled(levels, epoch_steps, steps, epochs=1) else kind
     return "open" if passed < epoch_steps else "size"
