@@ -66,8 +66,8 @@ def ask(course: Course, limit: int) -> Found:
         while event is not None and event["time"] <= line.time:
             growing.steps.take(event)
             event = next(events, None)
-        last, epoch = growing.steps.at(line.time)
-        growing.look(replace(line, step=last, epoch=epoch), lambda: limits)
+        last = growing.steps.at(line.time)
+        growing.look(replace(line, step=last), lambda: limits)
         if (one := growing.told) is not None and one.kind == "growth":
             at, slope, sure = (last, one.slope, one.is_sure) if at is None else (at, slope, sure or one.is_sure)
         if course.size(line) >= limit:

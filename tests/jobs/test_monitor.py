@@ -29,7 +29,7 @@ def test_where_the_driver_shows_no_processes_a_job_counts_with_what_its_torch_ho
     watch.observe()
     writer = EventWriter(tmp_path / "events", "fold_1")
     for held in (50, 30):
-        devices = [{"bytes": held, "peak_bytes": 90}, {"bytes": 0, "peak_bytes": 7}]
+        devices = [{"bytes": held, "peak_bytes": peak, "allocated_bytes": 0} for held, peak in ((held, 90), (0, 7))]
         writer.write("phase", phase="train", devices=devices)
     writer.write("phase", phase="train", devices="what else a job may write")
     writer.close()
@@ -114,11 +114,10 @@ def grown(ranks=(), device=0.0, own=2.0, *, steps=True, seconds=350):
         if steps:
             event = {"time": now, "epoch": 1, "step": int(number / 2), "num_steps": 1000, "num_epochs": 1}
             growing.steps.take(event)
-        step, epoch = growing.steps.at(now)
         low = round((500 + own * number / 2) * MIB)
         sizes = {str(rank): round((100 + one * number / 2) * MIB) for rank, one in enumerate(ranks)}
         devices = {"GPU-a": round((100 + device * number / 2) * MIB)} if device else {}
-        more = {"step": step, "epoch": epoch, "ranks": sizes, "allocated_bytes": devices, "device_bytes": devices}
+        more = {"step": growing.steps.at(now), "ranks": sizes, "allocated_bytes": devices, "device_bytes": devices}
         line = Sample(now, 1, low, 0, low, 0, "train", peak_bytes=low, low_bytes=low, **(more | {"reserved_bytes": 0}))
         line = replace(line, resident_bytes=low, reserved_bytes=low)
         if growing.look(line, lambda: {HOST: 1500 * MIB, "GPU-a": 1500 * MIB}):
@@ -176,7 +175,7 @@ def test_the_line_of_a_job_has_its_step_and_what_tensors_take_of_its_devices(tmp
     watch.open_series()
     watch.observe()
     (line,) = read_series(tmp_path / "jobs/fold_1/memory.jsonl")
-    assert (line.step, line.epoch, line.allocated_bytes, line.device_bytes) == (25, 2, {"GPU-a": 40}, {"GPU-a": 50})
+    assert (line.step, line.allocated_bytes, line.device_bytes) == (25, {"GPU-a": 40}, {"GPU-a": 50})
     assert 0 < line.low_bytes <= line.resident_bytes <= line.reserved_bytes
 
 

@@ -71,7 +71,8 @@ def beside(size, said="it gave way to other jobs"):
         ("failed", {"evidence": {"place": "device"}}, FAULT),
         ("completed", {"wants_more": True, "was_given_up": True}, "it completed"),
         ("out_of_memory", {"was_given_up": True, "is_stopping": True}, "it had the whole budget to itself"),
-        # One that grew goes on with what it had, also if it had all there is; not without a checkpoint of its own.
+        # One that grew goes on with what it had, also if it had all there is. Without a checkpoint the first
+        # verdict is not believed, the second is.
         ("out_of_memory", {**GREW, **SAVED, "peak_bytes": 500 * MIB}, more(500 * MIB, said=GOES_ON)),
         ("out_of_memory", {**GREW, **SAVED, "peak_bytes": 500 * MIB, "asked": True, "was_given_up": True,
          "gave_way": True, "alone": {HOST: 400 * MIB}}, more(400 * MIB, said=GOES_ON)),
@@ -80,7 +81,11 @@ def beside(size, said="it gave way to other jobs"):
         ("out_of_memory", {**GREW, **SAVED, "asked": True}, "its end was asked for"),
         ("out_of_memory", {**GREW, **SAVED, "is_stopping": True, "was_given_up": True}, "the run was asked to stop"),
         ("out_of_memory", {**GREW, **SAVED, "restarts": Counter(retry=2)}, "it was restarted 2 times already (retries)"),
-        ("out_of_memory", {**GREW, "started": 5.0, "checkpointed": 5.0, "peak_bytes": 500 * MIB},
+        ("out_of_memory", {**GREW, "peak_bytes": 500 * MIB},
+         more(750 * MIB, said="it ran out of memory at 500.0 MiB; it gets 750.0 MiB")),
+        ("out_of_memory", {**GREW, "peak_bytes": 500 * MIB, "asked": True, "was_given_up": True},
+         "it had the whole budget to itself"),
+        ("out_of_memory", {**GREW, "started": 5.0, "checkpointed": 5.0, "peak_bytes": 500 * MIB, "restarts": Counter(retry=1)},
          "it grew to 500.0 MiB, and more memory would not mend that: it saved nothing to go on from"),
         ("preempted", {"is_stopping": True, "gave_way": True}, "the run was asked to stop"),
         ("completed", {"gave_way": True}, "it completed"),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from memfit.diagnosis._find import to_bytes
 from memfit.diagnosis._progress import read_counters
@@ -58,31 +57,24 @@ def add_growth(found: Diagnosis, text: str, who: str = "") -> Diagnosis:
     return replace(found, cause="growth", confidence="likely", where=where, notes=(text, *found.notes))
 
 
-def explain_growth(told: Mapping[str, Any]) -> str:
-    """Return in words what grew, as it was told while the job ran."""
-    slope, least, most = (format_bytes(round(told[name])) for name in ("slope", "least", "most"))
-    unit = f"{'an' if told['unit'] == 'epoch' else 'a'} {told['unit']}{' in ' + told['phase'] if told['phase'] else ''}"
-    return f"{told['who'] or 'it'} grew by {slope} {unit} ({least} to {most})"
-
-
 def _read_levels(lines: Sequence[Line]) -> Iterator[tuple[str, Sequence[Level], int, int]]:
     """Yield sizes of memory that lines show, by name, each at the newest step before it; the first; steps an epoch."""
     readings = [*read_counters(lines)] if any(_SIZE.search(line.text[:400]) for line in lines) else []
-    last, before, places, begins, firsts = 0.0, 0.0, dict[int, tuple[float, int]](), dict[str, int](), dict[str, int]()
+    last, before, places, begins, firsts = 0.0, 0.0, dict[int, float](), dict[str, int](), dict[str, int]()
     for one in [one for one in readings if one.counter == "step"] or [one for one in readings if one.is_training]:
         before, last = before + (one.total or last) * (one.value < last), one.value  # it begins again with each epoch
         if (named := one.epoch) and named["epochs"] != "1":
             begins.setdefault(named["epoch"], round(before + last))
-        places[one.place] = before + last, max(0, len(begins) - 1)
-    at, epoch, found = 0.0, 0, defaultdict[str, list[Level]](list)
+        places[one.place] = before + last
+    at, found = 0.0, defaultdict[str, list[Level]](list)
     for place, line in enumerate(lines if places else ()):
         if place and line.number > lines[place - 1].number + _GAP_LINES:
             found.clear()
-        at, epoch = places.get(place, (at, epoch))
+        at = places.get(place, at)
         for size in _SIZE.finditer(line.text[:400]):
             held, name, levels = to_bytes(size["size"], size["unit"]), size["name"], found[size["name"]]
             if held and not _NO_LEVEL.search(name) and (levels[-1].step if levels else 0) < at:
                 firsts.setdefault(name, held)
-                levels.append(Level(0.0, at, epoch, held, held))
+                levels.append(Level(0.0, at, held, held))
     epoch_steps = ([*begins.values(), _NOT_KNOWN] if begins else [0, 0])[1]
     yield from ((name, levels, firsts[name], epoch_steps) for name, levels in found.items() if levels)

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
-from memfit.diagnosis._grown import add_growth, explain_growth
+from memfit.diagnosis._grown import add_growth
 from memfit.diagnosis._record import Diagnosis
 from memfit.diagnosis._signs import Sign
 from memfit.diagnosis._text import Line, Stream, read_streams
@@ -36,8 +36,7 @@ _COUNTS = ({"own": (int, _NONE), "above": ({str: int}, _NONE)}, _NONE)
 _EVIDENCE = {"oom_kills": ({"before": _COUNTS, "after": _COUNTS}, _NONE), "ran_out_by": (str, _NONE)}
 _EVIDENCE |= dict.fromkeys(("wall_bytes", "data_limit_bytes", "rank"), (int, _NONE))
 #: What of a growth is read that was told while the job ran.
-_GROWTH: dict[str, Any] = {"kind": frozenset({"growth"}), **dict.fromkeys(("slope", "least", "most"), float)}
-_GROWTH |= dict.fromkeys(("who", "unit", "phase"), str)
+_GROWTH = {"kind": frozenset({"growth"}), "past": str, "who": str, "unit": str}
 #: States under another heading, and those under their own.
 _STATES = {"completed": "success", "timeout": "walltime"}
 _STATES |= {name: name for name in ("preempted", "cancelled", "node_fail")}
@@ -108,7 +107,7 @@ class Run:
         if grown and job.growth["unit"] == "second":  # loading data grows too: its log must show steps
             has_grown = found.phase == "train" and any(one.what == "last progress" for one in found.timeline)
         if found.oom and not found.recovered and has_grown:
-            text = explain_growth(job.growth) if grown else "its memory grew evenly"
+            text = job.growth["past"] if grown else "its memory grew evenly"
             found = add_growth(found, f"{job.name}: {text} until it met its limit", str(job.growth.get("who")))
         return replace(
             found,
@@ -131,8 +130,8 @@ class Run:
             yield f"{job}: {list_some(texts)}; errors of other ranks follow from that. {again}"
         for folder in self.folders:
             known = self.state.jobs.get(folder.name) if self.state else None
-            if known and (known.state != "out_of_memory" or not fits(known.growth, _GROWTH)) and "text" in known.growth:
-                yield f"{known.name}: {known.growth['text']}"
+            if known and known.growth_told and (known.state != "out_of_memory" or not fits(known.growth, _GROWTH)):
+                yield known.growth_told
             record = _newest(folder, "oom_*.json")
             found = record and read_or_say(lambda one: read_json(one, _FLIGHT, most_bytes=16 << 20), record)
             if record and found and not isinstance(tensors := found["tensors"], str):

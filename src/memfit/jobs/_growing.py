@@ -21,8 +21,8 @@ class Steps:
     epoch_steps: int = 0  # 0 as long as nobody knows
     steps: int = 0  # of all epochs; 0 as epoch_steps
     _longest: int = 0
-    _before: tuple[float, int, int] = (0.0, 0, 0)
-    _last: tuple[float, int, int] = (0.0, 0, 0)  # the time, steps and whole epochs of the newest event
+    _before: tuple[float, int] = (0.0, 0)
+    _last: tuple[float, int] = (0.0, 0)  # the time and steps of the newest event
 
     def take(self, event: Event) -> None:
         if not fits(event, _STEP):
@@ -31,20 +31,20 @@ class Steps:
         if step < self._longest:  # who does not know the length of an epoch says what it has made of it
             self.epoch_steps = self._longest
             self.steps = (event["num_epochs"] or 0) * self._longest
-        self._before, self._last = self._last, (event_time(event), (epoch - 1) * self._longest + step, epoch - 1)
+        self._before, self._last = self._last, (event_time(event), (epoch - 1) * self._longest + step)
 
-    def at(self, time: float) -> tuple[float, int]:
-        """Return the steps and whole epochs by now: as many more as between the last two events, at most.
+    def at(self, time: float) -> float:
+        """Return the steps by now: as many more as between the last two events, at most.
 
         >>> steps = Steps()
         >>> for at, step in ((10.0, 5), (12.0, 9)):
         ...     steps.take({"time": at, "epoch": 2, "step": step, "num_steps": 10, "num_epochs": 3})
         >>> steps.at(13.0), steps.at(20.0), (steps.epoch_steps, steps.steps)
-        ((21.0, 1), (23.0, 1), (10, 30))
+        (21.0, 23.0, (10, 30))
         """
-        (then, made, _), (last, now, epoch) = self._before, self._last
+        (then, made), (last, now) = self._before, self._last
         pace = max(0.0, (now - made) / (last - then)) if 0 < then < last else 0.0
-        return now + pace * min(max(0.0, time - last), last - then), epoch
+        return now + pace * min(max(0.0, time - last), last - then)
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Growing:
     def _is_over(self, told: Growth) -> bool:
         """Return True if what was told has risen much less since, over as long as a quarter of its course."""
         levels = self._course.parts.get((told.who, told.place), [])
-        if not levels or told.unit == "epoch":
+        if not levels:
             return False
         length = (levels[-1].step - levels[0].step) / 4
         last, before = (

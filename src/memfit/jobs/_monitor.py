@@ -52,6 +52,7 @@ _SETTLED_SECONDS, _GROWN = 3.0, 1.02
 #: times, so that the others get what the first gives back.
 _ALONE_SECONDS, _STARVED_SECONDS = 5.0, 60.0
 _MOST_BYTES = 1 << 50
+_HELD = ("bytes", "peak_bytes", "allocated_bytes")
 _AT_WALL = 0.9  # a refusal counts from this part of the limit on; below it the kernel reclaimed page cache
 
 
@@ -74,9 +75,8 @@ class Monitor:
     last_peak_bytes: int = 0  # private, by the kernel at the end; a burst after the last sample shows there alone
     inherited_bytes: int = 0  # what its process got by a fork from its watcher, in anonymous memory
     _tails: dict[Path, EventTail] = field(default_factory=dict)
-    #: What torch holds in each process, now and at its peak, by event file and device.
-    _reports: dict[tuple[Path, str], tuple[int, int]] = field(default_factory=dict)
-    _allocated: dict[tuple[Path, str], int] = field(default_factory=dict)  # the same, what its tensors take now
+    #: What torch holds in each process now, at its peak, and of it in tensors, by event file and device.
+    _reports: dict[tuple[Path, str], tuple[int, ...]] = field(default_factory=dict)
     growing: Growing = field(default_factory=Growing)
     _rank_pids: dict[int, set[int]] = field(default_factory=dict)
     _rank_peaks: Sizes = field(default_factory=Counter)
@@ -134,14 +134,13 @@ class Monitor:
 
     def _placed(self, sample: Sample) -> Sample:
         """Return a sample with the step that the job is at, and what each rank and the tensors on each device take."""
-        step, epoch = self.growing.steps.at(sample.time)
         own = {str(rank): self.meter.own_bytes(pids) for rank, pids in self._rank_pids.items()}
         self._rank_peaks |= {rank: peak for rank, (_, peak) in own.items()}
         ranks = {rank: low for rank, (low, _) in own.items()}
-        allocated, alive = Counter[str](), {str(pid) for pid in self.meter.pids} if self._allocated else set()
-        for (path, uuid), size in self._allocated.items():
+        allocated, alive = Counter[str](), {str(pid) for pid in self.meter.pids} if self._reports else set()
+        for (path, uuid), (_, _, size) in self._reports.items():
             allocated[uuid] += size * (_pid_of(path) in alive)
-        sample = replace(sample, step=step, epoch=epoch, ranks=ranks if len(ranks) > 1 else {})
+        sample = replace(sample, step=self.growing.steps.at(sample.time), ranks=ranks if len(ranks) > 1 else {})
         return replace(sample, device_bytes=self.device_used_bytes(), allocated_bytes=dict(allocated))
 
     def _limits(self) -> dict[str, int]:
@@ -205,14 +204,9 @@ class Monitor:
             for record in tail.read():
                 if record.get("job") != self.known.job_id:
                     continue
-                if fits(held_by := record.get("devices"), [{"bytes": int, "peak_bytes": int}]):
+                if fits(held_by := record.get("devices"), [dict.fromkeys(_HELD, int)]):
                     for uuid, held in zip(self.devices, held_by or (), strict=False):
-                        self._reports[path, uuid] = (
-                            min(held["bytes"], _MOST_BYTES),
-                            min(held["peak_bytes"], _MOST_BYTES),
-                        )
-                        if fits(size := held.get("allocated_bytes"), int):
-                            self._allocated[path, uuid] = min(size, _MOST_BYTES)
+                        self._reports[path, uuid] = tuple(min(held[name], _MOST_BYTES) for name in _HELD)
                 if not record.get("rank"):  # rank 0 tells of the job
                     self._take_in(record)
 
@@ -248,7 +242,7 @@ class Monitor:
         alive = {str(pid) for pid in self.meter.pids}
         seen = self.sample.device_bytes if self.sample else {}
         found = Counter(dict.fromkeys(self.devices, 0))
-        for (path, uuid), (held, _) in self._reports.items():
+        for (path, uuid), (held, *_) in self._reports.items():
             found[uuid] += held if _pid_of(path) in alive else 0
         return {uuid: max(found[uuid], seen.get(uuid, 0)) for uuid in {**found, **seen}}
 
@@ -274,7 +268,7 @@ class Monitor:
     def footprint(self) -> Footprint:
         found = self.meter.footprint()
         reported = Counter[str]()
-        for (_, uuid), (_, peak) in self._reports.items():
+        for (_, uuid), (_, peak, _) in self._reports.items():
             reported[uuid] += peak
         found = replace(found, device_bytes=dict(reported | Counter(found.device_bytes)))
         late = max(0, self.last_peak_bytes - found.private_bytes)
@@ -292,7 +286,7 @@ class Monitor:
         for rank, one in own.items():
             pids = self._rank_pids[rank] = self.meter.below(one.pid)
             pss = sum(self.meter.pss_of.get(pid, 0) for pid in pids)
-            held = sum(held for (path, _), (held, _) in self._reports.items() if _pid_of(path) == str(one.pid))
+            held = sum(held for (path, _), (held, *_) in self._reports.items() if _pid_of(path) == str(one.pid))
             sizes = {"pss_bytes": pss, "device_bytes": held, "peak_bytes": self._rank_peaks[str(rank)]}
             found.append({"rank": rank, "pid": one.pid, "place": one.place, "step": one.step, **sizes})
         return found

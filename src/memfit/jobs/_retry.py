@@ -77,8 +77,10 @@ class End:
 
     @property
     def has_grown(self) -> bool:
-        """It ran out of memory as one that grows with its steps, and not as one that is too large."""
-        return self.is_short and self.status.evidence.get("ran_out_by") == "growth"
+        """It ran out of memory as one that grows with its steps, and not as one that is too large. The first time, one
+        without a checkpoint gets more memory as any other: were the verdict false, that would save it."""
+        is_told = self.is_short and self.status.evidence.get("ran_out_by") == "growth"
+        return is_told and (_has_saved(self.status) or self.restarts["retry"] > 0)
 
 
 _KILLED = (-9, 137)  # how a process that was killed by SIGKILL has ended, by itself and below a shell

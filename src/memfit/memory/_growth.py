@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, pairwise
 from statistics import median
@@ -27,6 +27,12 @@ _PIECES, _LEAST_LEVELS, _FIRST_STEPS, _SETTLED = 5, 12, 3, 1 / 3
 #: By how much each span may rise less than the one before, so that it is told early; so that it is told as sure.
 _EARLY, _SURE = 0.05, 0.25
 _ADVICE = "More memory puts that off, it does not mend it."
+#: How each kind is told while a job runs, with room for "so far", and once it has ended.
+_SAID = {
+    "growth": ("grows{} by", "grew by"),
+    "copies": ("copies pages that its processes share,", "copied pages that its processes share,"),
+    "reserved": ("fills what it had reserved,", "filled what it had reserved,"),
+}
 
 
 class Level(NamedTuple):
@@ -34,7 +40,6 @@ class Level(NamedTuple):
 
     time: float  # Unix seconds
     step: float  # optimizer steps so far, at the lowest point; seconds since the start where nobody counts steps
-    epoch: int  # whole epochs so far
     low: int  # private bytes
     peak: int  # the highest of that time
     resident: int = 0  # RssAnon + RssShmem: with pages that others map too
@@ -82,10 +87,10 @@ class Course:
         parts = self._phases.setdefault(line.phase, defaultdict(Levels))
         shared, unused = line.resident_bytes - line.low_bytes, line.reserved_bytes - line.low_bytes
         for rank, low in {"": line.low_bytes, **line.ranks}.items():  # all ranks share one limit
-            level = Level(line.time, step, line.epoch, low, line.peak_bytes, low + shared, low + unused)
+            level = Level(line.time, step, low, line.peak_bytes, low + shared, low + unused)
             parts[rank and f"rank {rank}", ""].add(level)
         for place, low in line.allocated_bytes.items():
-            parts["", place].add(Level(line.time, step, line.epoch, low, max(low, line.device_bytes.get(place, 0))))
+            parts["", place].add(Level(line.time, step, low, max(low, line.device_bytes.get(place, 0))))
 
     @property
     def parts(self) -> Mapping[tuple[str, str], Sequence[Level]]:
@@ -95,13 +100,13 @@ class Course:
 
 @dataclass(frozen=True)
 class Growth:
-    """What rises, by how many bytes a step (an epoch, a second), and when it meets its limit."""
+    """What rises, by how many bytes a step (a second), and when it meets its limit."""
 
     kind: Kind
     slope: float  # bytes for each unit
     least: float  # the range of that slope
     most: float
-    unit: Literal["step", "epoch", "second"] = "step"
+    unit: Literal["step", "second"] = "step"
     who: str = ""  # such as "rank 1"; empty for the whole job
     phase: str = ""
     place: str = ""  # the device; empty for host memory
@@ -113,23 +118,30 @@ class Growth:
 
     @property
     def text(self) -> str:
-        """Return it as a sentence for people."""
-        who = f"{self.who or 'it'}{' on ' + self.place if self.place else ''}"
-        unit = f"{'an' if self.unit == 'epoch' else 'a'} {self.unit}"
-        sizes = f"{_size(self.slope)} {unit}{' in ' + self.phase if self.phase else ''}"
+        """Return it as a sentence for people, while the job runs."""
         meets = f"at this rate it meets its limit of {format_bytes(self.limit_bytes)}"
         when = time.strftime("%H:%M", time.localtime(self.at_time))
         meets += f" at {when}" if self.unit == "second" else f" at {self.unit} {self.at:,.0f}, about {when}"
+        said, to_come = _SAID[self.kind][0].format("" if self.is_sure else " so far"), ""
         if self.kind == "growth":
-            so_far = "" if self.is_sure else " so far"
-            rise = f"{who} grows{so_far} by {sizes} ({_size(self.least)} to {_size(self.most)})"
-            return f"{rise}; {meets}. {_ADVICE if self.is_sure else 'It may still level off.'}"
-        what = "copies pages that its processes share" if self.kind == "copies" else "fills what it had reserved"
-        return f"{who} {what}, {sizes}, at most {format_bytes(self.more_bytes)} more; {meets}."
+            meets += f". {_ADVICE if self.is_sure else 'It may still level off.'}"
+        else:
+            meets, to_come = f"{meets}.", f", at most {format_bytes(self.more_bytes)} more"
+        return f"{self._say(said)}{to_come}; {meets}"
+
+    @property
+    def past(self) -> str:
+        """Return what was measured, once the job has ended."""
+        return self._say(_SAID[self.kind][1])
+
+    def _say(self, what: str) -> str:
+        who = f"{self.who or 'it'}{' on ' + self.place if self.place else ''}"
+        slope, least, most = (format_bytes(round(size)) for size in (self.slope, self.least, self.most))
+        return f"{who} {what} {slope} a {self.unit}{' in ' + self.phase if self.phase else ''} ({least} to {most})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready form."""
-        return asdict(self) | {"text": self.text}
+        return asdict(self) | {"text": self.text, "past": self.past}
 
 
 def find_growth(levels: Sequence[Level], limit_bytes: int, *, epoch_steps: int = 0, steps: int = 0) -> Growth | None:
@@ -143,26 +155,20 @@ def find_growth(levels: Sequence[Level], limit_bytes: int, *, epoch_steps: int =
     """
     if not levels or not limit_bytes:
         return None
-    now, first = levels[-1], levels[0].step
+    now, first = levels[-1].step, levels[0].step
     left = limit_bytes - max(one.peak for one in levels[-max(1, len(levels) // 10) :])
-    has_epochs = bool(epoch_steps) and (not steps or epoch_steps < steps)
-    later = [one for one in levels if one.step >= first + epoch_steps] if has_epochs else []  # in this process
-    to_come = (first + epoch_steps if has_epochs and not later else steps or math.inf) - now.step
-    for share in (0.75, 0.4):
-        seen = [one for one in levels if one.step >= max(_FIRST_STEPS, now.step - share * (now.step - first))]
-        low = _floors(seen, _PIECES) if len(seen) >= _LEAST_LEVELS else []
-        if not (found := _judge(low, left, to_come)):
+    epoch_steps = epoch_steps if not steps or epoch_steps < steps else 0  # 0 where there is but one
+    to_come = (first + epoch_steps if now < first + epoch_steps else steps or math.inf) - now
+    for rise, seen, low in _rises(levels, (0.75, 0.4), epoch_steps, left, to_come):
+        kind, more = _kind_of(levels)
+        if len(seen) < _LEAST_LEVELS or (kind != "growth" and more <= left):
             continue
-        is_lasting = not later or _outlives(later[-len(seen) :], levels, found.slope, epoch_steps)
-        if is_lasting and (told := _told(found, levels, left, limit_bytes)):
-            is_early = not _has_settled(levels, has_epochs * epoch_steps, steps) or _fell(levels[: -len(seen)], low)
-            is_sure = told.is_sure and not is_early and _judge(low, left, to_come, _SURE) is not None
-            return replace(told, is_sure=is_sure)
-    floors = [_floor([one for one in levels if one.epoch == at]) for at in sorted({one.epoch for one in levels})[1:-1]]
-    floors = floors[-max(4, round(0.7 * len(floors))) :] if has_epochs else []
-    if len(floors) >= 4 and (found := _judge([(at.epoch, at.low) for at in floors], left, to_come / epoch_steps)):
-        told = _told(found, levels, left, limit_bytes)
-        return told and replace(told, unit="epoch", at=now.step / epoch_steps + left / found.slope)
+        is_sure = kind == "growth" and _has_settled(levels, epoch_steps, steps) and not _fell(levels[: -len(seen)], low)
+        is_sure = is_sure and _judge(low, left, to_come, _SURE) is not None
+        to_limit = left / rise.slope
+        at_time = levels[-1].time + to_limit * (levels[-1].time - levels[0].time) / ((now - first) or 1)
+        found = Growth(kind, rise.slope, rise.least, rise.most, limit_bytes=limit_bytes, more_bytes=more)
+        return replace(found, at=now + to_limit, at_time=at_time, is_sure=is_sure)
     return None
 
 
@@ -170,23 +176,34 @@ def explain_death(levels: Sequence[Level], limit_bytes: int, *, epoch_steps: int
     """Return whether a job that ran out of memory grew, or was too large; arguments as of `find_growth`."""
     if len(levels) < 16 or levels[-1].step - levels[0].step < 12:
         return "open"
-    has_epochs, now, first = bool(epoch_steps) and (not steps or epoch_steps < steps), levels[-1], levels[0].step
-    later = [one for one in levels if one.step >= first + epoch_steps] if has_epochs else []
-    early = [one for one in levels if one.step >= first + 0.15 * (now.step - first)]
-    above = median(one.peak - one.low for one in levels)
-    room = limit_bytes - early[0].low - above
-    for share in (0.85, 0.45, 0.25):
-        seen = [one for one in levels if one.step >= max(_FIRST_STEPS, now.step - share * (now.step - first))]
+    epoch_steps = epoch_steps if not steps or epoch_steps < steps else 0
+    passed, first = levels[-1].step - levels[0].step, levels[0].step
+    start = next(one.low for one in levels if one.step >= first + 0.15 * passed)
+    room = limit_bytes - start - median(one.peak - one.low for one in levels)
+    for rise, _, low in _rises(levels, (0.85, 0.45, 0.25), epoch_steps, 0, math.inf):
+        if rise.late >= 0.7 and low[-1][1] - low[0][1] >= 0.5 * room:
+            kind, _ = _kind_of(levels)
+            return "open" if kind == "growth" and not _has_settled(levels, epoch_steps, steps, epochs=1) else kind
+    return "open" if passed < epoch_steps else "size"
+
+
+def _rises(
+    levels: Sequence[Level], shares: Sequence[float], epoch_steps: int, left: float, to_come: float
+) -> Iterator[tuple[_Rise, Sequence[Level], Sequence[tuple[float, int]]]]:
+    """Yield the even rises in the last shares of a course that fill what is left, with their levels and floors. Past
+    the first of several epochs, in which caches of the data fill, it must rise by itself, and from epoch to epoch."""
+    now, first = levels[-1].step, levels[0].step
+    later = [one for one in levels if one.step >= first + epoch_steps] if epoch_steps else []
+    for share in shares:
+        seen = [one for one in levels if one.step >= max(_FIRST_STEPS, now - share * (now - first))]
         low = _floors(seen, _PIECES)
-        found = _judge(low, 0, math.inf)
-        if not found or found.late < 0.6 or low[-1][1] - low[0][1] < 0.5 * room:
+        if not (rise := _judge(low, left, to_come)):
             continue
-        if later and not _outlives(later[-len(seen) :], levels, found.slope, epoch_steps):
-            continue
-        kind, _ = _kind_of(levels)
-        is_settled = _has_settled(levels, has_epochs * epoch_steps, steps, epochs=1)
-        return "open" if kind == "growth" and not is_settled else kind
-    return "open" if has_epochs and not later else "size"
+        own = _floors(later[-len(seen) :], 3) if len(later) >= 12 else []
+        epochs = _floors([one for one in levels if one.step > now - 2 * epoch_steps], 2)
+        pairs = [*pairwise(own), *pairwise(epochs)]
+        if not later or (own and all(b[1] - a[1] > max(0, 0.4 * rise.slope * (b[0] - a[0])) for a, b in pairs)):
+            yield rise, seen, low
 
 
 def _has_settled(levels: Sequence[Level], epoch_steps: int, steps: int, epochs: int = 2) -> bool:
@@ -209,10 +226,6 @@ class _Rise(NamedTuple):
     late: float  # the later half of the rise as a part of the earlier one, at most 1
 
 
-def _floor(levels: Sequence[Level]) -> Level:
-    return min(levels, key=lambda one: one.low)
-
-
 def _floors(levels: Sequence[Level], pieces: int) -> list[tuple[float, int]]:
     """Return the lowest (step, size) of each of equally long pieces; empty if one has fewer than two levels."""
     if not levels:
@@ -221,7 +234,9 @@ def _floors(levels: Sequence[Level], pieces: int) -> list[tuple[float, int]]:
     found: list[list[Level]] = [[] for _ in range(pieces)]
     for one in levels:
         found[min(pieces - 1, int((one.step - first) / length * pieces))].append(one)
-    return [(low.step, low.low) for low in map(_floor, found)] if all(len(one) > 1 for one in found) else []
+    if any(len(one) < 2 for one in found):
+        return []
+    return [(low.step, low.low) for low in (min(one, key=lambda level: level.low) for one in found)]
 
 
 def _judge(low: Sequence[tuple[float, int]], left: float, to_come: float, decay: float = _EARLY) -> _Rise | None:
@@ -243,19 +258,6 @@ def _judge(low: Sequence[tuple[float, int]], left: float, to_come: float, decay:
     return _Rise(slope, slopes[len(slopes) // 8], slopes[-1 - len(slopes) // 8], late)
 
 
-def _outlives(later: Sequence[Level], levels: Sequence[Level], slope: float, epoch_steps: int) -> bool:
-    """Return whether what rose in the first epoch, in which caches of the data fill, rises after it by itself."""
-    low = _floors(later, 3) if len(later) >= 12 else []
-    if not low or any(b[1] - a[1] <= max(0, 0.4 * slope * (b[0] - a[0])) for a, b in pairwise(low)):
-        return False
-    at = levels[-1].epoch
-    old, new = ([one for one in levels if one.epoch == epoch and one.step >= 4] for epoch in (at - 1, at))
-    if min(len(old), len(new)) < 3:
-        return False
-    (old_low, old_step), (new_low, new_step) = ((one.low, one.step) for one in (_floor(old), _floor(new)))
-    return new_low - old_low >= 0.5 * slope * max(0.5 * epoch_steps, new_step - old_step)
-
-
 def _kind_of(levels: Sequence[Level]) -> tuple[Kind, int]:
     """Return what rises, and of what must end the most that can still come."""
     number, now = max(2, len(levels) // 4), levels[-1]
@@ -267,18 +269,3 @@ def _kind_of(levels: Sequence[Level]) -> tuple[Kind, int]:
     if now.reserved and rose["reserved"] < 0.5 * rose["low"]:
         return "reserved", now.reserved - now.resident
     return "growth", 0
-
-
-def _told(rise: _Rise, levels: Sequence[Level], left: float, limit_bytes: int) -> Growth | None:
-    kind, more = _kind_of(levels)
-    if kind != "growth" and more <= left:
-        return None
-    now, first = levels[-1], levels[0]
-    steps = left / rise.slope
-    pace = (now.time - first.time) / ((now.step - first.step) or 1)
-    found = Growth(kind, rise.slope, rise.least, rise.most, limit_bytes=limit_bytes, more_bytes=more)
-    return replace(found, at=now.step + steps, at_time=now.time + steps * pace, is_sure=kind == "growth")
-
-
-def _size(size: float) -> str:
-    return format_bytes(round(size))

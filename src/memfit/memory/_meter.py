@@ -33,7 +33,7 @@ class Sample:
 
     For growth, the lowest since the sample before: ``low_bytes`` of the tree, ``ranks`` of each rank's processes,
     ``allocated_bytes`` of the tensors on each device. ``resident_bytes`` are RssAnon + RssShmem, ``reserved_bytes``
-    VmData + RssShmem; ``step`` and ``epoch`` are so far, 0 where nobody counts."""
+    VmData + RssShmem; ``step`` is so far, 0 where nobody counts."""
 
     time: float
     num_processes: int
@@ -49,7 +49,6 @@ class Sample:
     resident_bytes: int = 0
     reserved_bytes: int = 0
     step: float = 0.0
-    epoch: int = 0
     ranks: Mapping[str, int] = field(default_factory=dict)
     allocated_bytes: Mapping[str, int] = field(default_factory=dict)
 
@@ -62,7 +61,7 @@ class Sample:
         ranks = {**self.ranks, **{name: min(held, self.ranks.get(name, held)) for name, held in later.ranks.items()}}
         before, after = self.allocated_bytes, later.allocated_bytes
         allocated = {**before, **{name: min(held, before.get(name, held)) for name, held in after.items()}}
-        low = replace(later, low_bytes=low.low_bytes, step=low.step, epoch=low.epoch)
+        low = replace(later, low_bytes=low.low_bytes, step=low.step)
         return replace(low, peak_bytes=peak, ranks=ranks, allocated_bytes=allocated)
 
 

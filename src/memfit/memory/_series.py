@@ -15,9 +15,10 @@ _SIZES = ("num_processes", "private_bytes", "shared_bytes", "rss_bytes", "pss_by
 _TIMES = dict.fromkeys(("time", "cpu_seconds"), (int, float))
 _SHAPE = {"phase": str, "device_bytes": {str: int}} | _TIMES | dict.fromkeys(_SIZES, int)
 _NONE = type(None)
-#: What lines of earlier versions lack.
-_LATER = {
-    **dict.fromkeys(("low_bytes", "resident_bytes", "reserved_bytes", "epoch"), (int, _NONE)),
+#: With what lines of earlier versions lack.
+_ALL = {
+    **_SHAPE,
+    **dict.fromkeys(("low_bytes", "resident_bytes", "reserved_bytes"), (int, _NONE)),
     **dict.fromkeys(("ranks", "allocated_bytes"), ({str: int}, _NONE)),
     "step": (int, float, _NONE),
 }
@@ -82,9 +83,8 @@ def read_series(path: Path) -> list[Sample]:
     for line in lines:
         with suppress(ValueError, TypeError, RecursionError):
             found = parse_json(line)
-            if fits(found, _SHAPE | _LATER):
-                later = {name: found[name] for name in _LATER if found.get(name) is not None}
-                samples.append(Sample(**{name: found[name] for name in _SHAPE} | later))
+            if fits(found, _ALL):
+                samples.append(Sample(**{name: found[name] for name in _ALL if found.get(name) is not None}))
     if not samples and len(lines) > 1:
         raise DamagedError(
             f"{path} is no series of memory samples.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -52,11 +52,6 @@ COLUMNS: Mapping[str, Column] = {
     "ETA": Column(lambda job: or_dash(job.eta_seconds, partial(format_duration, short=True)), {"live"}),
     "attempts": Column(lambda job: str(job.attempt) if job.attempt > 1 else "-", {"page"}),
 }
-
-
-def sentences_of(jobs: Iterable[JobState]) -> list[str]:
-    """Return what is told of memory that grows, a sentence for each job of which that is told."""
-    return [f"{job.name}: {text}" for job in jobs if isinstance(text := job.growth.get("text"), str)]
 
 
 def columns_of(report: str) -> list[str]:

@@ -22,7 +22,6 @@ from memfit.reports._columns import (
     columns_of,
     counter_of,
     epochs_done,
-    sentences_of,
     short_names,
     size_text,
     what_it_does,
@@ -126,9 +125,9 @@ class LiveRun:
                 if line and (job.id, line) not in self._said:
                     self._said.add((job.id, line))
                     self._say(f"{stamp(time.time())}  {job.name} says: {line}", "red")
-            for told in sentences_of([job] if (job.id, "grows") not in self._said else ()):
+            if job.growth_told and (job.id, "grows") not in self._said:
                 self._said.add((job.id, "grows"))
-                self._say(f"{stamp(time.time())}  {told}", "yellow")
+                self._say(f"{stamp(time.time())}  {job.growth_told}", "yellow")
 
     def _new_of(self, log: Path) -> bytes:
         """Return what a log gained since the last call, at most its last 64 KiB; a watcher begins with what comes."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from memfit.errors import MemfitError, UsageError, nearest
 from memfit.files import check_owner
 from memfit.memory import list_entries
-from memfit.reports._columns import cells_of, columns_of, sentences_of
+from memfit.reports._columns import cells_of, columns_of
 from memfit.reports._parts import Inset, Note, Part, Table
 from memfit.rundir import JobState, Reader, RunDir, liveness, read, show_state
 from memfit.units import format_bytes
@@ -175,4 +175,4 @@ def view_runs(found: Iterable[Overview]) -> Iterator[Part]:
         headings, lines = columns_of("ps"), [cells_of(row, one.run) for row in one.running]
         table = Table(headings, [[line[name] for name in headings] for line in lines], ("job", "phase"))
         yield Note(str(one.run.path), "bold")
-        yield Inset([text, *([table] if lines else ()), *sentences_of(one.running)], 2)
+        yield Inset([text, *([table] if lines else ()), *filter(None, (job.growth_told for job in one.running))], 2)

@@ -13,7 +13,7 @@ from typing import Any
 from memfit.errors import MemfitError
 from memfit.files import fits, read_json
 from memfit.memory import Footprint
-from memfit.reports._columns import BAD, COLUMNS, columns_of, sentences_of, short_names, varied_params
+from memfit.reports._columns import BAD, COLUMNS, columns_of, short_names, varied_params
 from memfit.reports._curves import PLACES, read_reported
 from memfit.reports._diagnosis import explain_in_a_line
 from memfit.reports._numbers import (
@@ -243,7 +243,7 @@ def totals(state: RunState, verbose: bool) -> Iterator[tuple[str, str]]:
         last = " of the last command" if state.num_commands > 1 else ""
         yield "Total:", f"{format_duration(wall)} wall clock{last}{busy}"
     yield from _ranks(rows)
-    yield from (("growth", text) for text in sentences_of(rows[:_MOST_LINES]))
+    yield from (("growth", row.growth_told) for row in rows[:_MOST_LINES] if row.growth_told)
     if verbose and not state.is_one:
         if wall and is_whole and len(rows) > 1:
             yield from _bounds(state)

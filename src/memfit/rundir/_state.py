@@ -12,7 +12,7 @@ from typing import Any
 
 from memfit.rundir._events import Event
 from memfit.rundir._folder import RunDir, scope_of
-from memfit.rundir._status import JobStatus, name_jobs, show_state
+from memfit.rundir._status import ENDED, JobStatus, name_jobs, show_state
 
 #: States of a unit that will not run any more, and those in which its result is there.
 _OVER = frozenset({"kept", "reused", "completed", "passed", "skipped", "stopped", "failed", "cancelled"})
@@ -77,6 +77,13 @@ class JobState(JobStatus):
         """The state to show: ``kept``, ``reused`` and ``stopped`` (by itself: a gate) are the supervisor's word."""
         is_told = self.told in THERE or (self.told == "failed" and self.state == "completed")
         return self.told if is_told else self.state
+
+    @property
+    def growth_told(self) -> str:
+        """What is told of memory that grows; in the past once it has ended, and of a completed job what was sure."""
+        told = self.growth.get("past" if self.state in ENDED else "text")
+        is_moot = self.state == "completed" and not self.growth.get("is_sure")
+        return f"{self.name}: {told}" if isinstance(told, str) and not is_moot else ""
 
     def explain_lost(self, event: Event) -> str:
         """Return how a rank was lost, in words."""
