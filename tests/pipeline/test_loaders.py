@@ -10,7 +10,7 @@ from rich.console import Console
 from memfit.errors import UsageError
 from memfit.files import write_json
 from memfit.memory import Footprint, PhasePeak
-from memfit.pipeline import _probe, plan_run
+from memfit.pipeline import FirstSteps, _probe, plan_run
 from memfit.reports import to_text, view_run_plan
 from memfit.rundir import RunDir
 from memfit.units import MIB
@@ -139,10 +139,13 @@ def test_a_declared_rank_is_counted_for_each_and_what_is_not_counted_is_said(tmp
 
 
 @pytest.mark.slow
-def test_what_does_not_lie_in_shm_fits_nowhere_in_a_plan(tmp_path):
-    config = CONFIG | {"resources": {"ranks": 2, "memory": "4GiB"}}
+def test_what_does_not_lie_in_shm_fits_nowhere_in_a_plan(tmp_path, monkeypatch):
+    rank = {"main": 0, "below": 0, "shm": 2 * MIB, "number": 0}
+    took = {"private": 2 * MIB, "once": 0, "between": 0, "files": 0, "device": 0, "seconds": 1.0, "notes": []}
+    steps = {"train": FirstSteps({1: took | {"phases": {}, "ranks": [rank]}})}
+    monkeypatch.setattr("memfit.pipeline._plan_run.make_first_steps", lambda *words, **how: steps)
     (tmp_path / "machine.yaml").write_text(MACHINE.format("64GiB") + "shm: 1MiB\n")
-    [stage] = plan_run(config, on=tmp_path / "machine.yaml").stages
+    [stage] = plan_run(CONFIG, on=tmp_path / "machine.yaml").stages
     assert (stage.fits, stage.forecast.fits, stage.rows[0].fits) == (False, False, False)
 
 

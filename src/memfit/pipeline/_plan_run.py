@@ -262,7 +262,7 @@ def _stage(
     if stage.has_probe and order.gpus_of(stage)[1]:
         measure.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
     model = _model(order, stage, budget) if stage.has_model else None
-    forecast = _forecast(order, stage, node, taken, model, steps)
+    forecast = _forecast(order, stage, node, taken, model, steps, len(left))
     if forecast:
         footprint, origin = taken.as_in(forecast, steps.on_gpu if steps else 0)
     rows = _rows(order, budget, footprint, taken.seconds, len(left)) if footprint and left else ()
@@ -293,6 +293,7 @@ def _forecast(
     taken: Taken,
     model: Mapping[str, Any] | None,
     steps: FirstSteps | None,
+    num_jobs: int,
 ) -> Forecast | None:
     """Return the ledger of one job of a stage; None where it has no line, or says no more than the footprint does."""
     loaders, ranks, settings = order.topology(stage.name).loaders, order.ranks_of(stage), order.settings
@@ -317,6 +318,7 @@ def _forecast(
         fewer = {number: tuple(steps.lines(ranks, tasks, number)) for number in few}
         step = () if steps.on_gpu else tuple(line for line in step if line.amount.place == "device")
         notes += steps.notes(ranks, Ledger(layout, own).peak.bytes)
+        notes += [f"the first of {num_jobs} jobs made them: another may take more"] if num_jobs > 1 else []
         if layout.gpus_per_node and not (steps.on_gpu or step):
             notes.append("the first steps used no GPU here: what the job takes of one is not known")
     elif taken.footprint is None:

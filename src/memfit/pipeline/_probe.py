@@ -6,13 +6,12 @@ the loaders that a stage names.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -240,8 +239,18 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any]) -> d
     """Make the loaders of one rank; return their numbers and settings."""
     make = load_target(function)
     values = load_workload(target).params.model_validate(params) if target else dict(params)
-    with _limited(function):
-        made = make(values)
+
+    def end(signum: int, frame: FrameType | None) -> NoReturn:
+        raise UsageError(
+            f"the loaders of {function} were not made within {_SECONDS} s.",
+            rule="a plan makes the loaders of one rank, to count samples and steps.",
+            remedy="let it return loaders of a sample, or leave stages.NAME.loaders out",
+        )
+
+    signal.signal(signal.SIGALRM, end)
+    signal.alarm(_SECONDS)
+    made = make(values)
+    signal.alarm(0)
     if not isinstance(made, tuple | list) or len(made) != 2:
         raise UsageError(
             f"{function} returned a {type(made).__name__}, not two loaders.",
@@ -262,23 +271,3 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any]) -> d
 def _num_samples(loader: Any) -> int:
     data = getattr(loader, "dataset", getattr(loader, "examples", None))
     return len(loader) * (batch_size_of(loader) or 0) if data is None else len(data)
-
-
-@contextlib.contextmanager
-def _limited(function: str) -> Iterator[None]:
-    """Raise UsageError in this process's main thread after a time."""
-
-    def end(signum: int, frame: FrameType | None) -> NoReturn:
-        raise UsageError(
-            f"the loaders of {function} were not made within {_SECONDS} s.",
-            rule="a plan makes the loaders of one rank, to count samples and steps.",
-            remedy="let it return loaders of a sample, or leave stages.NAME.loaders out",
-        )
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(_SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)

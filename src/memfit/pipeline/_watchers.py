@@ -392,7 +392,8 @@ class Planned(Watcher):
 def _compare_sizes(forecast: Mapping[str, Any], status: JobStatus) -> list[dict[str, Any]]:
     """Return bytes planned and measured of a node, each phase, each rank; None if not known."""
     planned = {"host memory": max(forecast["phases"].values(), default=0)}
-    planned |= {f"phase {name}": size for name, size in forecast["phases"].items() if name != "unmarked"}
+    phases = forecast["phases"] if len(forecast["phases"]) > 1 else {}  # one alone is all of the host memory
+    planned |= {f"phase {name}": size for name, size in phases.items() if name != "unmarked"}
     planned |= {f"rank {rank}": size for rank, size in enumerate(forecast.get("ranks") or ()) if status.ranks}
     found = {f"rank {one['rank']}": one["peak_bytes"] for one in status.ranks} | {"host memory": status.peak_bytes}
     if status.footprint is not None:

@@ -49,7 +49,7 @@ def view_run_plan(plan: RunPlan) -> Iterator[Part]:
         yield Facts([(stage.name, first)], width)
         forecast = _forecast(stage.forecast) if stage.forecast is not None else ()
         yield Inset([*lines, *forecast, *_matrix(stage)], width)
-    steps = any(stage.origin.startswith("first steps") for stage in plan.stages)
+    steps = any(re.search("first steps (as|of) ", stage.origin) for stage in plan.stages)
     yield "\nOnly first steps were run." if steps else "\nNothing was started."
 
 
