@@ -114,7 +114,7 @@ def test_a_plan_has_the_batch_of_loaders_and_no_request_before_first_steps(tmp_p
     assert (plan.fits, stage.fits, found.fits, found.request["mem"], stage.rows) == (None, None, None, None, ())
     shown = say_plan(plan)
     assert "to request: not known, /dev/shm" in shown and "fits: not known; " in shown
-    assert "measure one: memfit run CONFIG --until train" in shown and "--mem=" not in shown and "  yes" not in shown
+    assert "plan it without --no-steps, or run one" in shown and "--mem=" not in shown and "  yes" not in shown
 
 
 def test_a_stage_of_which_nothing_is_known_has_no_request(tmp_path):

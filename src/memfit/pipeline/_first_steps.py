@@ -198,7 +198,7 @@ class _Watch(Canary):
             sizes = {one: held[one] for one in own if one in held}
             main = sizes[root].held + self._rose(root) if root in sizes else 0
             below = sum(one.held for child, one in sizes.items() if child != root)
-            names.append(dict(item for one in own for item in _shared_objects(one)))
+            names.append({key: size for one in own for key, size in _shared_objects(one)})
             shm = sum(one.shared_memory for one in sizes.values())
             ranks.append({"main": main, "below": below, "shm": shm, "number": len(own) - 1})
         between = _between(names, sum(one["shm"] for one in ranks))
@@ -285,7 +285,6 @@ def _as_steps(order: Order, ranks: int) -> Order:
     launched = {one.name: launch_of(one.command, ranks) for one in order.stages}
     stages = [replace(one, command=launched[one.name][1]) if one.command else one for one in order.stages]
     few = 1 if any(number for number, _ in launched.values()) else min(ranks, settings.resources.ranks)
-    threads = max(1, settings.threads_per_job // settings.resources.ranks)
     own = {
         name: one.model_copy(update={"resources": one.resources.model_copy(
             update={"ranks": min(ranks, one.resources.ranks)})})
@@ -294,7 +293,7 @@ def _as_steps(order: Order, ranks: int) -> Order:
     }  # fmt: skip
     update: dict[str, Any] = {
         "resources": settings.resources.model_copy(update={"ranks": few}),
-        "threads_per_job": threads * few,
+        "threads_per_job": settings.threads_per_rank * few,
         "stages": own,
         "canary": True,
         "planned": None,
@@ -398,13 +397,8 @@ def _make(order: Order, asked: Order, parent: Parent | None) -> dict[str, dict[s
 
 def _taken(status: JobStatus, watch: _Watch, verdict: Mapping[str, Any] | None, *, is_forked: bool) -> dict[str, Any]:
     footprint = status.footprint or Footprint(0)
-    unseen = {
-        "private": footprint.private_bytes,
-        "once": 0,
-        "between": 0,
-        "ranks": [dict.fromkeys([*_PARTS, "number"], 0)],
-    }
-    most = watch.most.get(status.job_id, unseen)
+    unseen = {"private": footprint.private_bytes, "ranks": [dict.fromkeys([*_PARTS, "number"], 0)]}
+    most = {"once": 0, "between": 0, **watch.most.get(status.job_id, unseen)}
     seconds = (status.ended or 0.0) - (status.started or 0.0)
     if is_forked or seconds < _SOON:  # the meter alone knows a forked job's own pages, and a short one's peak
         share = footprint.private_bytes / max(most["private"], 1)
@@ -431,8 +425,7 @@ def _key_of(order: Order, stage: StageSpec) -> str:
     words = [word for text in stage.command or () for word in text.split()]
     files = [(word, Path(word).stat().st_mtime_ns) for word in words if Path(word).is_file()]
     alone = replace(stage, command=launch_of(stage.command, 1)[1])
-    threads = max(1, order.settings.threads_per_job // order.settings.resources.ranks)
-    own = [made_for(alone), dict(stage.code), stage.data, files, threads, stage.units]
+    own = [made_for(alone), dict(stage.code), stage.data, files, order.settings.threads_per_rank, stage.units]
     return fingerprint([*own, order.settings.canary_args, stage.name])[:16]
 
 

@@ -6,20 +6,18 @@ the loaders that a stage names.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from memfit import config
-from memfit.errors import MissingExtraError, UntraceableError, UsageError
+from memfit.errors import UntraceableError, UsageError
 from memfit.estimation import TIME_LIMIT
 from memfit.jobs import JobStatus, call_in_child, load_target, thread_env
 from memfit.pipeline._command import Choice
@@ -99,21 +97,18 @@ def context_of(
 def estimate_workload(
     source: Path | str,
     *,
-    gpu: str | None = None,
-    available_bytes: int | None = None,
-    allocator: str | None = None,
     overrides: Sequence[config.Override] = (),
     formula: bool = False,
-    time_limit: float = math.inf,
+    **how: Any,
 ) -> dict[str, Any]:
     """Estimate the training step of a config's workload, on its first fold, in an interpreter of its own.
 
     The answer is that of ``memfit.planning.ask``. Of a traced step it has no ``setup``, and ``data`` is the batch that
     was traced and the panels beside it. A stage that names its model, and no step, is estimated from that model's
-    config.json, without any data.
+    config.json, without any data. ``how`` are fields of ``memfit.planning.Question`` for the device and the time limit.
     """
-    how = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator, "time_limit": time_limit}
-    found = call_alone(f"{__name__}:estimate_in_child", source, {**how, "formula": formula}, overrides=overrides)
+    asked = {"how": how, "formula": formula}
+    found = call_alone(f"{__name__}:estimate_in_child", source, asked, overrides=overrides)
     answer = ask_of_model(found, **how, formula=formula) if "question" in found else found
     return answer | {"accept_tight": found["accept_tight"]}
 
@@ -140,26 +135,14 @@ def question_of(target: str, params: Mapping[str, Any], stage: str, allocator: s
     return {"question": asked.to_dict(), "text": text}
 
 
-def estimate_in_child(
-    target: str,
-    resolved: str,
-    gpu: str | None,
-    available_bytes: int | None,
-    allocator: str | None,
-    time_limit: float,
-    formula: bool,
-) -> dict[str, Any]:
+def estimate_in_child(target: str, resolved: str, how: Mapping[str, Any], formula: bool) -> dict[str, Any]:
     """Trace the step on the longest batch that a run prepares; of a model alone return `question_of` it."""
-    from memfit.estimation import (
-        AllocatorSettings,
-        check_allocator,
-        estimate_step,
-        find_gpu,
-        limit_time,
-    )
+    from memfit.estimation import AllocatorSettings, Setup, check_allocator, estimate_step, limit_time
+    from memfit.planning import Question
 
     whole = config.Resolved.from_json(RunConfig, resolved)
-    device, text = None if gpu is None else find_gpu(gpu), allocator or whole.value.memory.cuda_allocator
+    asked = Question({}, Setup(), **how)
+    device, text = asked.device, asked.allocator or whole.value.memory.cuda_allocator
     if text is not None:
         check_allocator(text, name="--allocator")
     settings = None if text is None else AllocatorSettings.parse(text)
@@ -174,12 +157,8 @@ def estimate_in_child(
             rule="the formula reads a model's config.json; a step is traced.",
             remedy="leave --formula out, or name the model: Stage(..., probe=Probe(model=function))",
         )
-    if importlib.util.find_spec("torch") is None:
-        raise MissingExtraError.of("torch", "torch", "an estimate of a workload's step")
     from memfit.training import find_longest
 
-    if device is not None and available_bytes is not None:
-        device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
     if probe.loader is None or probe.step is None:
         named = f"stage {stage} of '{target}' names no {'loader' if probe.loader is None else 'step'}"
         raise UsageError(
@@ -195,7 +174,7 @@ def estimate_in_child(
             return lambda: partial(make_step(context, params), batch)
 
         try:
-            with limit_time(time_limit):
+            with limit_time(asked.time_limit):
                 traced = estimate_step(make_of(longest.batch), gpu=device, allocator=settings)
         except UntraceableError as error:
             where = f", in {error.module}" if error.module else ""

@@ -34,6 +34,7 @@ _METHODS = {
     "formula": "computed by the rules of",
 }
 _NO_PARTS = ("file", "charged_peak")  # entries of a footprint's parts that the private peak does not consist of
+_STEPS = re.compile("first steps (as|of) ")  # in the origin of what first steps showed, or why they did not
 _FITS = {True: "yes", False: "no", None: "not known"}
 
 
@@ -49,7 +50,7 @@ def view_run_plan(plan: RunPlan) -> Iterator[Part]:
         yield Facts([(stage.name, first)], width)
         forecast = _forecast(stage.forecast) if stage.forecast is not None else ()
         yield Inset([*lines, *forecast, *_matrix(stage)], width)
-    steps = any(re.search("first steps (as|of) ", stage.origin) for stage in plan.stages)
+    steps = any(_STEPS.search(stage.origin) for stage in plan.stages)
     yield "\nOnly first steps were run." if steps else "\nNothing was started."
 
 
@@ -94,13 +95,12 @@ def _lines(stage: StagePlan) -> Iterator[str]:
     if stage.footprint is not None:
         yield from _size(stage.footprint, stage)
     elif stage.origin:
-        yield f"one job: {stage.origin}"
+        how = "" if _STEPS.search(stage.origin) else ": plan it without --no-steps, or run one"
+        yield f"one job: {stage.origin}{how}"
     if stage.model is not None:
         yield from _model(stage.model)
     if stage.tight:
         yield f"tight: {stage.tight}; to accept that: --accept-tight"
-    for command in stage.measure:
-        yield f"{'estimate its GPU memory' if command.startswith('memfit estimate') else 'measure one'}: {command}"
 
 
 def _model(answer: Mapping[str, Any]) -> Iterator[str]:
