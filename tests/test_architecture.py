@@ -38,7 +38,7 @@ PATCHED = {
     "tests/jobs/test_warm.py": {"memfit.jobs._fork"},
     "tests/pipeline/test_canary.py": {"memfit.pipeline._watchers"},
     "tests/pipeline/test_estimate.py": {"memfit.pipeline._probe"},
-    "tests/pipeline/test_loaders.py": {"memfit.pipeline._probe"},
+    "tests/pipeline/test_loaders.py": {"memfit.pipeline._plan_run", "memfit.pipeline._probe"},
     "tests/training/stop_driver.py": {"memfit.training._journal"},
     "tests/training/test_flight.py": {"memfit.training._flight"},
     "tests/training/test_journal.py": {"memfit.training._journal"},

@@ -3,10 +3,8 @@
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -255,7 +253,6 @@ def test_a_plan_says_what_would_run_why_and_what_fits_and_starts_nothing(memfit,
     first = memfit(*gated, "--plan", "--no-steps")
     assert first.exit_code == 0 and not (tmp_path / "runs").exists()
     assert "prepare   would run 1: it was not made yet" in first.out
-    assert "measure one: memfit run gated:WORKLOAD --until fold --units 1" in first.out
     shutil.copytree(gated_run.folder, tmp_path, dirs_exist_ok=True)
     done = json.loads(memfit(*gated, "--plan", "--json").out)
     assert [stage["states"] for stage in done["stages"]] == [{"kept": 1}, {"kept": 3}, {"kept": 1}]
@@ -281,29 +278,6 @@ def test_a_plan_says_what_would_run_why_and_what_fits_and_starts_nothing(memfit,
         for job in tmp_path.glob("runs/*/*/jobs/*")
         if job.name not in ("prepare", "gate") and not job.name.startswith("fold_")
     ]
-
-
-@pytest.mark.slow
-def test_the_command_that_measures_one_job_works_when_it_is_pasted(memfit, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "train.py").write_text(
-        'def train(ctx, rate: float = 1.0):\n    return {"x": ctx.unit["fold"] * rate}\n'
-    )
-    words = ["run", "train:train", "--param", "fold=3..5", "--name", "mine", "--set", "params.rate=2"]
-    [hint] = re.findall("measure one: memfit (.*)", memfit(*words, "--plan", "--no-steps").out)
-    pasted = memfit(*shlex.split(hint), "--quiet")
-    assert pasted.exit_code == 0, pasted.err
-    [stage] = json.loads(memfit(*words, "--plan", "--json").out)["stages"]
-    assert (stage["states"], stage["footprint"]["method"]) == ({"kept": 1, "ready": 2}, "measured")
-
-    command = ["--", sys.executable, "-c", "print({n})"]
-    [hint] = re.findall(
-        "measure one: memfit (.*)",
-        memfit("run", "--name", "c", "--param", "n=1,2", "--plan", "--no-steps", *command).out,
-    )
-    assert memfit(*shlex.split(hint), "--quiet").exit_code == 0
-    found = json.loads(memfit("run", "--name=c", "--param", "n=1,2", "--plan", "--json", "--no-steps", *command).out)
-    assert found["stages"][0]["footprint"]["method"] == "measured"
 
 
 @pytest.mark.parametrize(

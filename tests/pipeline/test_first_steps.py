@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from memfit.amounts import Layout
-from memfit.pipeline import FirstSteps, plan_run
+from memfit.errors import InterruptedRunError
+from memfit.pipeline import Choice, FirstSteps, plan_run
 from memfit.planning import Ledger
 from memfit.reports import to_text, view_run_plan
 
@@ -166,5 +167,27 @@ def test_first_steps_that_fail_leave_what_they_showed_and_say_why(plan):
     [stage] = made.stages
     assert stage.origin == "first steps of 1 rank" and stage.forecast.ledger.peak.bytes > (4 * 130) << 20
     assert any("first steps as 2 ranks: " in note for note in stage.forecast.notes)
-    unknown = plan_run(["false"], steps=lambda text: None).stages[0]
-    assert unknown.footprint is None and "first steps as 1 rank: " in unknown.origin
+    unknown = plan_run(["false"], steps=lambda text: None)
+    assert unknown.stages[0].footprint is None and "first steps as 1 rank: " in unknown.stages[0].origin
+    assert list(view_run_plan(unknown))[-1] == "\nOnly first steps were run."
+
+
+@pytest.mark.slow
+def test_first_steps_of_a_short_job_have_the_peak_that_the_meter_saw_and_are_those_of_one_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command, jobs = (
+        [sys.executable, "-c", "len(bytearray({size} << 20))"],
+        Choice(combinations=({"size": "300"}, {"size": "9"})),
+    )
+    [stage] = plan_run(command, choice=jobs, steps=lambda text: None).stages
+    assert stage.footprint.private_bytes > 300 << 20
+    assert "the first of 2 jobs made them: another may take more" in stage.forecast.notes
+
+
+@pytest.mark.slow
+def test_first_steps_that_are_interrupted_end_the_plan_and_leave_nothing(plan, monkeypatch):
+    hit = "import os, signal, time; time.sleep(1); os.kill(int(os.environ['SUPERVISOR']), signal.SIGINT); time.sleep(9)"
+    monkeypatch.setenv("SUPERVISOR", str(os.getpid()))
+    with pytest.raises(InterruptedRunError, match="were stopped"):
+        plan_run([sys.executable, "-c", hit], steps=lambda text: None)
+    assert not Path("runs").exists() or not any(Path("runs").rglob("*.json"))

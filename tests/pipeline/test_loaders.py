@@ -10,7 +10,7 @@ from rich.console import Console
 from memfit.errors import UsageError
 from memfit.files import write_json
 from memfit.memory import Footprint, PhasePeak
-from memfit.pipeline import _probe, plan_run
+from memfit.pipeline import FirstSteps, _probe, plan_run
 from memfit.reports import to_text, view_run_plan
 from memfit.rundir import RunDir
 from memfit.units import MIB
@@ -114,7 +114,7 @@ def test_a_plan_has_the_batch_of_loaders_and_no_request_before_first_steps(tmp_p
     assert (plan.fits, stage.fits, found.fits, found.request["mem"], stage.rows) == (None, None, None, None, ())
     shown = say_plan(plan)
     assert "to request: not known, /dev/shm" in shown and "fits: not known; " in shown
-    assert "measure one: memfit run CONFIG --until train" in shown and "--mem=" not in shown and "  yes" not in shown
+    assert "plan it without --no-steps, or run one" in shown and "--mem=" not in shown and "  yes" not in shown
 
 
 def test_a_stage_of_which_nothing_is_known_has_no_request(tmp_path):
@@ -136,6 +136,17 @@ def test_a_declared_rank_is_counted_for_each_and_what_is_not_counted_is_said(tmp
     assert stage.forecast.ledger.peak.bytes == stage.footprint.private_bytes == 2 << 30
     [here] = plan_run(config).stages
     assert (here.footprint.private_bytes, here.origin) == (3 << 30, "declared: 3 x 1.00 GiB, resources.memory")
+
+
+@pytest.mark.slow
+def test_what_does_not_lie_in_shm_fits_nowhere_in_a_plan(tmp_path, monkeypatch):
+    rank = {"main": 0, "below": 0, "shm": 2 * MIB, "number": 0}
+    took = {"private": 2 * MIB, "once": 0, "between": 0, "files": 0, "device": 0, "seconds": 1.0, "notes": []}
+    steps = {"train": FirstSteps({1: took | {"phases": {}, "ranks": [rank]}})}
+    monkeypatch.setattr("memfit.pipeline._plan_run.make_first_steps", lambda *words, **how: steps)
+    (tmp_path / "machine.yaml").write_text(MACHINE.format("64GiB") + "shm: 1MiB\n")
+    [stage] = plan_run(CONFIG, on=tmp_path / "machine.yaml").stages
+    assert (stage.fits, stage.forecast.fits, stage.rows[0].fits) == (False, False, False)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from memfit.amounts import Amount, Layout
 from memfit.memory import Footprint, PhasePeak
-from memfit.planning import Forecast, Ledger, Line, describe_batch, list_step_lines
+from memfit.planning import Forecast, Ledger, Line, describe_batch, footprint_lines, step_line
 
 GB, GIB = 10**9, 1 << 30
 
@@ -47,29 +47,29 @@ def test_what_each_rank_has_is_there_for_each_rank(tasks, sizes):
     assert Ledger(Layout(1, tasks), lines).peak.bytes == tasks * sum(sizes)
 
 
-def test_a_step_is_on_each_gpu_or_on_the_host_of_each_rank():
+def test_a_step_is_on_each_gpu():
     parts = {"weights": 40, "gradients": 40, "optimizer": 80, "activations": 30}
     sizes = {"allocated_bytes": {"value": 200}, "device_bytes": {"upper": 300}}
     answer = {"device": sizes, "parts": {name: {"value": size} for name, size in parts.items()}}
-    on_gpu, saved = list_step_lines(answer, has_gpu=True)
+    on_gpu = step_line(answer)
     assert (on_gpu.amount, on_gpu.metric) == (Amount(300, "gpu", "device"), "device")
-    assert (saved.amount, saved.phases) == (Amount(120, "node"), ("checkpoint",))
-    on_host = Ledger(Layout(1, 2), tuple(list_step_lines(answer, has_gpu=False)))
-    assert sums(on_host) == {"train": 400}
 
 
 @pytest.mark.proves("S3-31")
-def test_a_measured_peak_stands_for_its_phase_and_for_those_that_the_job_did_not_name():
+def test_a_measured_peak_stands_for_its_phase():
+    def ledger(tasks, *words):
+        return Ledger(Layout(1, tasks), tuple(footprint_lines(*words)))
+
     peaks = {"load": PhasePeak(90), "train": PhasePeak(300), "validate": PhasePeak(700)}
-    found = TWO.completed(Footprint(700, 11, {"a": 5}, phases=peaks), 2, "measured on train of run_1")
-    assert sums(found) == {"train": 300, "validate": 700, "checkpoint": 480, "load": 90}
-    four = Ledger(Layout(1, 4), ()).completed(Footprint(700, 11, {"a": 5}, phases=peaks), 2, "measured on run_1")
+    found = Footprint(700, 11, {"a": 5}, phases=peaks)
+    assert sums(ledger(2, found, 2, "measured on train of run_1")) == {"train": 300, "validate": 700, "load": 90}
+    four = ledger(4, found, 2, "measured on run_1")
     assert (sums(four)["validate"], four.mapped.bytes) == (1400, 11)
     [gpu] = [line for line in four.lines if line.metric == "device"]  # and the layout has no GPU
     assert (gpu.amount, four.on_node(gpu).bytes) == (Amount(5, "gpu", "device"), 5)
-    low = TWO.completed(Footprint(440, phases={"validate": PhasePeak(440)}), 2, "measured on run_1")
-    assert sums(low) == {"train": 410, "validate": 440, "checkpoint": 440}
-    assert TWO.completed(Footprint.declared(600), 2, "declared: memory.job").peak.bytes == 600
+    more = Footprint(440, phases={"validate": PhasePeak(400)})
+    assert sums(ledger(2, more, 2, "measured on run_1")) == {"validate": 400, "unmarked": 440}
+    assert ledger(2, Footprint.declared(600), 2, "declared: memory.job").peak.bytes == 600
 
 
 def report_3(node=256 * GB):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +21,6 @@ from memfit.cli._terminal import Console, answer, console, heartbeat, how_to_go_
 from memfit.doctor import explain_cores
 from memfit.errors import DoesNotFitError, JobFailedError, StoppedError, UsageError
 from memfit.files import open_own, write_json
-from memfit.masking import mask
 from memfit.pipeline import Choice, RunResult, expand
 from memfit.pipeline import run as run_anything
 from memfit.reports import LiveRun, summarize, view_summary
@@ -131,9 +128,8 @@ def run(
     if flags.plan:
         from memfit import pipeline, reports
 
-        but = _CHOOSING | {"new", "on", "out", "no_steps"} | ({"param"} if command else set())
-        how |= {"start": _start_of(source, flags, but=but), "on": flags.on}
-        plan = pipeline.plan_run(what, steps=None if flags.no_steps else console(stderr=True).say, **how)
+        steps = None if flags.no_steps else console(stderr=True).say
+        plan = pipeline.plan_run(what, steps=steps, on=flags.on, **how)
         if flags.out is not None:
             write_json(flags.out, plan.to_dict())
         answer(plan.to_dict(), flags.as_json, reports.view_run_plan(plan))
@@ -188,16 +184,6 @@ def follow(start: Callable[..., R], output: Output, echo: _Echo | None = None) -
         if echo is not None:
             echo.pass_on()
         live.close()
-
-
-def _start_of(source: str | None, flags: RunFlags, *, but: AbstractSet[str]) -> str:
-    """Return the command line without some flags and without those of the output."""
-    words = ["memfit", "run", *([source] if source else [])]
-    for name, value in vars(flags).items():
-        if name not in but | {"plan", "quiet", "verbose", "as_json"} and value is not None and value is not False:
-            for each in value if isinstance(value, list) else [value]:
-                words += [spell(name)] if each is True else [spell(name), str(each)]
-    return shlex.join(mask(words))
 
 
 def _tell_end(result: RunResult, log: Console, *, quiet: bool) -> int:

@@ -166,6 +166,10 @@ class RunConfig(Settings):
         """The most jobs at once; None for as many as fit."""
         return None if self.max_parallel == "auto" else self.max_parallel
 
+    @property
+    def threads_per_rank(self) -> int:
+        return max(1, self.threads_per_job // self.resources.ranks)
+
     def slurm_of(self, stage: str) -> SlurmOptions:
         """Return what the jobs of a stage ask of Slurm: its own options over those of the run."""
         own = self.stages[stage].slurm if stage in self.stages else None

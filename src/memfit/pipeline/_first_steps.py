@@ -15,7 +15,7 @@ from typing import Any
 
 from memfit.amounts import Amount
 from memfit.config import fingerprint
-from memfit.errors import DamagedError, MemfitError
+from memfit.errors import DamagedError, InterruptedRunError, MemfitError
 from memfit.files import fits, read_json, write_json
 from memfit.jobs import ENDED, JobStatus, Parent, read_status
 from memfit.memory import DEVICE_RESERVE_BYTES, Footprint, ProcReader, Status, Tree
@@ -33,6 +33,7 @@ from memfit.units import format_bytes, format_count, format_duration, list_some
 
 BOUND = 0.2  # a bound is so much above the value
 _SECONDS, _MORE = 60.0, 5  # so long at most, and so much longer in a graph, unless canary_seconds is given
+_SOON = 2.0  # a job that ends sooner may have been seen before its peak alone
 _ALIKE = 0.1  # ranks that differ by less than this take the same
 _SPLIT = 1.05  # one rank that takes more than this multiple of one of two has data that the ranks split
 _PARTS = ("main", "below", "shm")  # what a rank holds: its process, those below it, and what they share
@@ -145,14 +146,22 @@ class FirstSteps:
 class _Watch(Canary):
     """Follows first steps: it reads what each rank holds, and ends a job without marks that grows no more."""
 
-    def __init__(self, supervisor: Supervisor, has_readers: Callable[[str], bool]) -> None:
-        super().__init__(supervisor)
-        self._has_readers = has_readers  # whether other stages wait for a job
+    def __init__(self, order: Order, graph: Graph) -> None:
+        self._order, self._graph = order, graph
         self.most: dict[str, dict[str, Any]] = {}
         self._live: list[JobStatus] = []
         self._reader = ProcReader()
         self._trees: dict[int, Tree] = {}
         self._before: dict[int, Status] = {}
+
+    def of(self, supervisor: Supervisor) -> Canary:
+        super().__init__(supervisor)
+        return self
+
+    def _has_readers(self, job_id: str) -> bool:
+        """Return whether other stages wait for a job."""
+        names = {name for name, units in self._graph.units.items() for unit in units if unit.job_id == job_id}
+        return any(names.intersection(self._order.waits_for(other)) for other in self._graph.asked)
 
     def take(self, events: Sequence[Event]) -> None:
         super().take(events)
@@ -189,7 +198,7 @@ class _Watch(Canary):
             sizes = {one: held[one] for one in own if one in held}
             main = sizes[root].held + self._rose(root) if root in sizes else 0
             below = sum(one.held for child, one in sizes.items() if child != root)
-            names.append(dict(item for one in own for item in _shared_objects(one)))
+            names.append({key: size for one in own for key, size in _shared_objects(one)})
             shm = sum(one.shared_memory for one in sizes.values())
             ranks.append({"main": main, "below": below, "shm": shm, "number": len(own) - 1})
         between = _between(names, sum(one["shm"] for one in ranks))
@@ -276,7 +285,6 @@ def _as_steps(order: Order, ranks: int) -> Order:
     launched = {one.name: launch_of(one.command, ranks) for one in order.stages}
     stages = [replace(one, command=launched[one.name][1]) if one.command else one for one in order.stages]
     few = 1 if any(number for number, _ in launched.values()) else min(ranks, settings.resources.ranks)
-    threads = max(1, settings.threads_per_job // settings.resources.ranks)
     own = {
         name: one.model_copy(update={"resources": one.resources.model_copy(
             update={"ranks": min(ranks, one.resources.ranks)})})
@@ -285,7 +293,7 @@ def _as_steps(order: Order, ranks: int) -> Order:
     }  # fmt: skip
     update: dict[str, Any] = {
         "resources": settings.resources.model_copy(update={"ranks": few}),
-        "threads_per_job": threads * few,
+        "threads_per_job": settings.threads_per_rank * few,
         "stages": own,
         "canary": True,
         "planned": None,
@@ -320,7 +328,7 @@ def make_first_steps(
     """
     stages = [one for one in order.stages if one.name in names]
     if say is not None and order.kind == "commands" and own_stdin(order.stages[0].units or ()) is not None:
-        return {one.name: FirstSteps(why="read a standard input that can be read once") for one in stages}
+        return {one.name: FirstSteps(why="left out: its standard input can be read once") for one in stages}
     file = order.settings.runs_dir / order.settings.experiment / "first_steps.json"
     keys = {one.name: _key_of(order, one) for one in stages}
     kept = {} if new and say else _read(file)
@@ -340,6 +348,8 @@ def make_first_steps(
         say(f"{what}: at most {_seconds_of(order):g} s a job (--no-steps leaves them out)")
         try:
             made = _make(_as_steps(order, number), order, parent)
+        except InterruptedRunError:
+            raise
         except MemfitError as error:
             made = dict.fromkeys(left, error.what)
         for name in left:
@@ -360,24 +370,16 @@ def _make(order: Order, asked: Order, parent: Parent | None) -> dict[str, dict[s
     run = RunDir.create(order.settings.runs_dir, order.settings.experiment, order.fingerprint, order.facts)
     try:
         graph.look(run, earlier_runs(asked, run))
-        watched: list[_Watch] = []
-
-        def has_readers(job_id: str) -> bool:
-            names = {name for name, units in graph.units.items() for unit in units if unit.job_id == job_id}
-            return any(names.intersection(order.waits_for(other)) for other in graph.asked)
-
-        def watch(supervisor: Supervisor) -> Canary:
-            watched.append(_Watch(supervisor, has_readers))
-            return watched[0]
-
-        def view(run: RunDir) -> Callable[[], None]:
-            def look() -> None:
-                for one in watched:
-                    one.sample()
-
-            return look
-
-        result = go_on(order, graph, "started", force=False, view=view, parent=parent, watch=watch)
+        watch = _Watch(order, graph)
+        result = go_on(
+            order, graph, "started", force=False, view=lambda run: watch.sample, parent=parent, watch=watch.of
+        )
+        if watch.stop.level > watch._has_asked:  # its user stopped it
+            raise InterruptedRunError(
+                "first steps were stopped before they had shown what the job takes.",
+                rule="a plan counts first steps that came to their end, and keeps no others.",
+                remedy="give the same command again, or leave them out: --no-steps",
+            )
         found: dict[str, dict[str, Any] | str] = {}
         for name, units in graph.units.items():
             statuses = [result.statuses[one.job_id] for one in units if one.job_id in result.statuses]
@@ -385,7 +387,7 @@ def _make(order: Order, asked: Order, parent: Parent | None) -> dict[str, dict[s
             if own is not None and own.footprint is not None:
                 is_whole = own.state == "completed" or own.asked or own.exit_code == 75
                 is_forked = parent is not None and graph.stages[name].command is None
-                found[name] = _taken(own, watched[0], result.canary, is_forked=is_forked) if is_whole else own.cause
+                found[name] = _taken(own, watch, result.canary, is_forked=is_forked) if is_whole else own.cause
         return found
     finally:
         shutil.rmtree(run.path, ignore_errors=True)
@@ -395,19 +397,14 @@ def _make(order: Order, asked: Order, parent: Parent | None) -> dict[str, dict[s
 
 def _taken(status: JobStatus, watch: _Watch, verdict: Mapping[str, Any] | None, *, is_forked: bool) -> dict[str, Any]:
     footprint = status.footprint or Footprint(0)
-    unseen = {
-        "private": footprint.private_bytes,
-        "once": 0,
-        "between": 0,
-        "ranks": [dict.fromkeys([*_PARTS, "number"], 0)],
-    }
-    most = watch.most.get(status.job_id, unseen)
-    if is_forked:  # the meter alone knows which pages are those of the process that it was forked from
+    unseen = {"private": footprint.private_bytes, "ranks": [dict.fromkeys([*_PARTS, "number"], 0)]}
+    most = {"once": 0, "between": 0, **watch.most.get(status.job_id, unseen)}
+    seconds = (status.ended or 0.0) - (status.started or 0.0)
+    if is_forked or seconds < _SOON:  # the meter alone knows a forked job's own pages, and a short one's peak
         share = footprint.private_bytes / max(most["private"], 1)
         most |= {"private": footprint.private_bytes, "once": int(most["once"] * share)}
     part = most["private"] / max(footprint.private_bytes, 1)  # else it counts forked pages as copied until it looks
     marked, notes = list(watch._seen.get(status.job_id, {}).get(0, {})), []
-    seconds = (status.ended or 0.0) - (status.started or 0.0)
     if status.asked and not marked:
         notes.append(f"it marked no phase and was stopped after {format_duration(seconds)}: what comes later was not "
                      'seen; mark with memfit.phase("validate"), "checkpoint"')  # fmt: skip
@@ -428,8 +425,7 @@ def _key_of(order: Order, stage: StageSpec) -> str:
     words = [word for text in stage.command or () for word in text.split()]
     files = [(word, Path(word).stat().st_mtime_ns) for word in words if Path(word).is_file()]
     alone = replace(stage, command=launch_of(stage.command, 1)[1])
-    threads = max(1, order.settings.threads_per_job // order.settings.resources.ranks)
-    own = [made_for(alone), dict(stage.code), stage.data, files, threads, stage.units]
+    own = [made_for(alone), dict(stage.code), stage.data, files, order.settings.threads_per_rank, stage.units]
     return fingerprint([*own, order.settings.canary_args, stage.name])[:16]
 
 

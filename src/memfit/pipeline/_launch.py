@@ -104,18 +104,18 @@ def _largest(order: Order, layout: Layout, source: Path) -> _Planned:
         node_memory=_BOUNDLESS,
     )
     found: list[_Planned] = []
-    plan = plan_run(order, new=True, on=machine, start=f"memfit run {shlex.quote(str(source))}")
+    plan = plan_run(order, new=True, on=machine)
     for stage in plan.stages:
         most, forecast = order.settings.max_parallel, stage.forecast
         jobs = 1 if most == "auto" else min(most, stage.num_runs or most)
         if forecast is not None and forecast.ledger.peak.bytes:
             found.append(_Planned(forecast, jobs, stage.origin.partition("; its lines")[0]))
     if not found or any(one.forecast.uncounted for one in found):
-        measure = next((one for stage in plan.stages for one in stage.measure), f"memfit run {source}")
+        measured = f"memfit run {shlex.quote(str(source))} --plan"
         raise ConfigError(
             f"the memory of {', '.join(stage.name for stage in plan.stages)} is not known.",
             rule="a request follows from the plan: what was measured, declared, or counted line by line.",
-            remedy=f"run it once: {measure}; or declare one rank with its workers: --set resources.memory=8GiB",
+            remedy=f"measure it: {measured}; or declare one rank with its workers: --set resources.memory=8GiB",
         )
     return max(found, key=lambda one: one.needs(0.0, _WATCHING).bytes)
 
@@ -128,7 +128,7 @@ def _memory(settings: RunConfig, planned: _Planned, watching: Amount) -> tuple[A
     why += f", {slack:.0%} more" if slack else ""
     why += f", {format_bytes(ledger.mapped.bytes)} of mapped files" if ledger.mapped.bytes else ""
     why += f", {format_bytes(watching.bytes)} for memfit" if watching.bytes else ""
-    is_measured = planned.origin.startswith("measured")
+    is_measured = planned.origin.startswith(("measured", "first steps"))
     tight = "" if is_measured else why_tight(planned.needs(0.0, watching).bytes, size.bytes)
     if tight and not settings.accept_tight:
         raise DoesNotFitError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +36,8 @@ from memfit.planning import (
     decide,
     describe_batch,
     find_this_gpu,
-    list_step_lines,
+    footprint_lines,
+    step_line,
 )
 from memfit.rundir import RunDir
 from memfit.units import format_count
@@ -61,16 +61,16 @@ class Taken(NamedTuple):
         steps took of a GPU."""
         found, ledger, origin = self.footprint, forecast.ledger, self.origin
         if forecast.uncounted:
-            return None, f"not known; {origin}" if found else origin
+            return None, origin
         host, tasks = forecast.needs(ledger).bytes, ledger.layout.tasks_per_node or 1
-        if found is not None and abs(host - found.private_bytes) <= tasks:  # each rank's share is rounded up
+        if found is None:
+            gpus = dict.fromkeys(map(str, range(tasks if on_gpu else 0)), on_gpu)
+            return Footprint(host, ledger.mapped.bytes, gpus, method="computed"), origin
+        if abs(host - found.private_bytes) <= tasks:  # each rank's share is rounded up
             return replace(found, private_bytes=host), origin
-        if not forecast.slack_counts:  # those of first steps are bounds, and their own origin
-            origin = f"{origin}; its lines on a node" if found else "computed: the sum of its lines"
-        found = found or Footprint(0, device_bytes={"0": on_gpu} if on_gpu else {}, method="computed")
         number = math.ceil(len(found.device_bytes) * tasks / max(1, len(self.ranks)))
         gpus = dict.fromkeys(map(str, range(number)), found.bytes_per_device)
-        return Footprint(host, ledger.mapped.bytes, gpus, method=found.method), origin
+        return Footprint(host, ledger.mapped.bytes, gpus, method=found.method), f"{origin}; its lines on a node"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,6 @@ class StagePlan:
     saved_seconds: float  # how long it took to make the results that are kept or reused
     footprint: Footprint | None = None  # the memory of one job; None while it is not known
     origin: str = ""  # where that figure comes from
-    measure: Sequence[str] = ()  # commands that measure a job and estimate its GPU memory
     rows: Sequence[AtOnce] = ()  # memory and time by the number of jobs at once
     model: Mapping[str, Any] | None = None  # what ``memfit.planning.ask`` says of the model that it names
     forecast: Forecast | None = None  # on each process, rank, node and GPU; None if only one job's peak is known
@@ -146,14 +145,13 @@ class RunPlan:
         return whole | {"stages": stages, "commands": commands}
 
 
-def plan_run(  # noqa: PLR0913 - those of a run, and what a plan has beside
+def plan_run(
     source: Source | Order,
     *,
     overrides: Sequence[config.Override] = (),
     env: Mapping[str, str] | None = None,
     choice: Choice = ALL,
     new: bool = False,
-    start: str = "",
     on: Path | Machine | None = None,
     steps: Callable[[str], None] | None = None,
 ) -> RunPlan:
@@ -165,8 +163,6 @@ def plan_run(  # noqa: PLR0913 - those of a run, and what a plan has beside
 
     ``source`` may be an order that was made before. ``on`` is a machine (`memfit.planning.Machine`) or the file that
     describes it; None for this one, or Slurm's largest node.
-    ``start`` is the command that starts this run without the choice: ``memfit run SOURCE`` and flags, of a command up
-    to its ``--``.
     """
     with Warm(can_fork=on is None and steps is not None) as warm:
         if isinstance(source, Order):
@@ -174,8 +170,6 @@ def plan_run(  # noqa: PLR0913 - those of a run, and what a plan has beside
         else:
             order = order_of_config(source, overrides=overrides, env=env, choice=choice, warm=warm)
             order = _with_ranks(with_threads(order, env, new=new))
-        if not start:
-            start = f"memfit run {shlex.quote(str(source))}" if isinstance(source, str | Path) else "memfit run CONFIG"
         settings = order.settings
         runs = RunDir.all(settings.runs_dir, settings.experiment)[:MOST_RUNS]
         graph = Graph(order)
@@ -189,7 +183,7 @@ def plan_run(  # noqa: PLR0913 - those of a run, and what a plan has beside
     name = str(on) if isinstance(on, Path) else "the config"
     node = Node(read_budget(settings) if machine is None else machine.budget(name), machine)
     asked = [name for name in graph.stages if name in graph.asked]
-    stages = [_stage(order, graph, runs, node, start, name, made.get(name)) for name in asked]
+    stages = [_stage(order, graph, runs, node, name, made.get(name)) for name in asked]
     ready = [unit for unit in graph.all_units if unit.state == "ready"]
     commands = [_command(unit) for unit in ready] if order.kind == "commands" else []
     return RunPlan(found.path if found else None, node.budget, stages, commands)
@@ -227,7 +221,6 @@ def _stage(
     graph: Graph,
     runs: Sequence[RunDir],
     node: Node,
-    start: str,
     name: str,
     steps: FirstSteps | None,
 ) -> StagePlan:
@@ -249,27 +242,21 @@ def _stage(
     }
     if is_known and not left:
         return StagePlan(**facts)
-    measure = []
     taken = _taken(order, stage, runs, left)
     if steps is not None and not steps.found:
         taken, steps = taken._replace(origin=f"{taken.origin}; first steps {steps.why}"), None
     if steps is not None:
         taken = Taken(None, steps.origin)
     footprint, origin = taken.footprint, taken.origin
-    if steps is None and (footprint is None or WITH_OTHER in origin):
-        one = f" --until {name}" + " --units 1" * bool(stage.each or stage.units)
-        measure.append(start + (f" -- {shlex.join(_command(left[0]))}" if order.kind == "commands" else one))
-    if stage.has_probe and order.gpus_of(stage)[1]:
-        measure.append(f"memfit estimate {shlex.quote(shlex.split(start)[2])}")
     model = _model(order, stage, budget) if stage.has_model else None
-    forecast = _forecast(order, stage, node, taken, model, steps)
+    forecast = _forecast(order, stage, node, taken, model, steps, len(left))
     if forecast:
         footprint, origin = taken.as_in(forecast, steps.on_gpu if steps else 0)
     rows = _rows(order, budget, footprint, taken.seconds, len(left)) if footprint and left else ()
     if forecast and forecast.fits is False:  # also where /dev/shm alone is too small
         rows = [replace(row, fits=False) for row in rows]
     tight = "" if order.settings.accept_tight else _why_tight(footprint, rows, model)
-    facts |= {"footprint": footprint, "origin": origin, "measure": measure, "rows": rows}
+    facts |= {"footprint": footprint, "origin": origin, "rows": rows}
     return StagePlan(**facts, model=model, forecast=forecast, tight=tight)
 
 
@@ -293,6 +280,7 @@ def _forecast(
     taken: Taken,
     model: Mapping[str, Any] | None,
     steps: FirstSteps | None,
+    num_jobs: int,
 ) -> Forecast | None:
     """Return the ledger of one job of a stage; None where it has no line, or says no more than the footprint does."""
     loaders, ranks, settings = order.topology(stage.name).loaders, order.ranks_of(stage), order.settings
@@ -300,11 +288,12 @@ def _forecast(
         return None
     layout = node.layout(order, stage)
     accumulated, batch, notes = model["setup"]["num_microbatches"] if model else 1, "", list[str]()
-    step = tuple(list_step_lines(model, bool(layout.gpus_per_node))) if model else ()
+    on_gpu = steps.on_gpu if steps else 0
+    step = (step_line(model),) if model and layout.gpus_per_node and not on_gpu else ()
     settings_of = {"ranks": ranks} | ({"accumulation": accumulated} if model else {})
     workers, tasks, own, fewer = 0, layout.tasks_per_node or 1, tuple[Line, ...](), dict[int, tuple[Line, ...]]()
-    lacking = ["processes, data, loaders"]
-    lacking += [] if model else ["weights, gradients, optimizer, activations, checkpoints"]
+    lacking = ["processes, data, loaders, checkpoints"]
+    lacking += [] if step else ["weights, gradients, optimizer, activations"]
     if loaders:
         facts = ask_of_loaders(order, loaders, ranks)
         settings_of |= facts["settings"]
@@ -315,24 +304,19 @@ def _forecast(
         own, lacking = tuple(steps.lines(ranks, tasks)), []
         few = dict.fromkeys(number for number in (workers // 2, 1, 0) if number < workers)
         fewer = {number: tuple(steps.lines(ranks, tasks, number)) for number in few}
-        step = () if steps.on_gpu else tuple(line for line in step if line.amount.place == "device")
         notes += steps.notes(ranks, Ledger(layout, own).peak.bytes)
-        if layout.gpus_per_node and not (steps.on_gpu or step):
+        notes += [f"the first of {num_jobs} jobs made them: another may take more"] if num_jobs > 1 else []
+        if layout.gpus_per_node and not (on_gpu or step):
             notes.append("the first steps used no GPU here: what the job takes of one is not known")
     elif taken.footprint is None:
         notes += [f"not counted by part: {part}" for part in lacking]
         notes.append("first steps count it all; or declare a rank: --set resources.memory=8GiB")
+    else:
+        own, lacking = tuple(footprint_lines(taken.footprint, taken.num_tasks, taken.origin)), []
     ledger = Ledger(layout, (*own, *step))
-    if taken.footprint is not None:
-        whole = ledger.completed(taken.footprint, taken.num_tasks, taken.origin)
-        # Lines are of the settings of now: a job of others only shows that they are too low.
-        is_whole = WITH_OTHER not in taken.origin or ledger.peak <= whole.peak
-        ledger, lacking = (whole, []) if is_whole else (ledger, lacking)
     if not (ledger.lines or loaders):
         return None
-    each = (
-        math.ceil(steps.on_gpu * (1 + BOUND)) if steps else taken.footprint.bytes_per_device if taken.footprint else 0
-    )
+    each = math.ceil(on_gpu * (1 + BOUND)) or (taken.footprint.bytes_per_device if taken.footprint else 0)
     each = each or (model["device"]["device_bytes"]["upper"] if model else 0)
     notes += [jobs_on_gpu(each, one.total_bytes) for one in node.budget.devices[:1] if each]
     limit, shm = node.budget.lendable_bytes, node.budget.shm
@@ -346,7 +330,7 @@ def _forecast(
         num_nodes=node.machine.nodes if node.machine else layout.nodes or 1,
         slack=max(settings.memory.slack, BOUND) if steps else settings.memory.slack,
         slack_counts=steps is not None,
-        fewer={workers: (*lines, *ledger.lines[len(own) :]) for workers, lines in fewer.items()},
+        fewer={workers: (*lines, *step) for workers, lines in fewer.items()},
         batch=batch,
         notes=tuple(notes),
         settings=settings_of,

@@ -6,21 +6,18 @@ the loaders that a stage names.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import math
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from memfit import config
-from memfit.errors import MissingExtraError, UntraceableError, UsageError
+from memfit.errors import UntraceableError, UsageError
 from memfit.estimation import TIME_LIMIT
 from memfit.jobs import JobStatus, call_in_child, load_target, thread_env
 from memfit.pipeline._command import Choice
@@ -102,21 +99,18 @@ def context_of(
 def estimate_workload(
     source: Path | str,
     *,
-    gpu: str | None = None,
-    available_bytes: int | None = None,
-    allocator: str | None = None,
     overrides: Sequence[config.Override] = (),
     formula: bool = False,
-    time_limit: float = math.inf,
+    **how: Any,
 ) -> dict[str, Any]:
     """Estimate the training step of a config's workload, on its first fold, in an interpreter of its own.
 
     The answer is that of ``memfit.planning.ask``. Of a traced step it has no ``setup``, and ``data`` is the batch that
     was traced and the panels beside it. A stage that names its model, and no step, is estimated from that model's
-    config.json, without any data.
+    config.json, without any data. ``how`` are fields of ``memfit.planning.Question`` for the device and the time limit.
     """
-    how = {"gpu": gpu, "available_bytes": available_bytes, "allocator": allocator, "time_limit": time_limit}
-    found = call_alone(f"{__name__}:estimate_in_child", source, {**how, "formula": formula}, overrides=overrides)
+    asked = {"how": how, "formula": formula}
+    found = call_alone(f"{__name__}:estimate_in_child", source, asked, overrides=overrides)
     answer = ask_of_model(found, **how, formula=formula) if "question" in found else found
     return answer | {"accept_tight": found["accept_tight"]}
 
@@ -143,26 +137,14 @@ def question_of(target: str, params: Mapping[str, Any], stage: str, allocator: s
     return {"question": asked.to_dict(), "text": text}
 
 
-def estimate_in_child(
-    target: str,
-    resolved: str,
-    gpu: str | None,
-    available_bytes: int | None,
-    allocator: str | None,
-    time_limit: float,
-    formula: bool,
-) -> dict[str, Any]:
+def estimate_in_child(target: str, resolved: str, how: Mapping[str, Any], formula: bool) -> dict[str, Any]:
     """Trace the step on the longest batch that a run prepares; of a model alone return `question_of` it."""
-    from memfit.estimation import (
-        AllocatorSettings,
-        check_allocator,
-        estimate_step,
-        find_gpu,
-        limit_time,
-    )
+    from memfit.estimation import AllocatorSettings, Setup, check_allocator, estimate_step, limit_time
+    from memfit.planning import Question
 
     whole = config.Resolved.from_json(RunConfig, resolved)
-    device, text = None if gpu is None else find_gpu(gpu), allocator or whole.value.memory.cuda_allocator
+    asked = Question({}, Setup(), **how)
+    device, text = asked.device, asked.allocator or whole.value.memory.cuda_allocator
     if text is not None:
         check_allocator(text, name="--allocator")
     settings = None if text is None else AllocatorSettings.parse(text)
@@ -177,12 +159,8 @@ def estimate_in_child(
             rule="the formula reads a model's config.json; a step is traced.",
             remedy="leave --formula out, or name the model: Stage(..., probe=Probe(model=function))",
         )
-    if importlib.util.find_spec("torch") is None:
-        raise MissingExtraError.of("torch", "torch", "an estimate of a workload's step")
     from memfit.training import find_longest
 
-    if device is not None and available_bytes is not None:
-        device = replace(device, total_bytes=min(device.total_bytes, available_bytes))
     if probe.loader is None or probe.step is None:
         named = f"stage {stage} of '{target}' names no {'loader' if probe.loader is None else 'step'}"
         raise UsageError(
@@ -198,7 +176,7 @@ def estimate_in_child(
             return lambda: partial(make_step(context, params), batch)
 
         try:
-            with limit_time(time_limit):
+            with limit_time(asked.time_limit):
                 traced = estimate_step(make_of(longest.batch), gpu=device, allocator=settings)
         except UntraceableError as error:
             where = f", in {error.module}" if error.module else ""
@@ -242,8 +220,18 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any]) -> d
     """Make the loaders of one rank; return their numbers and settings."""
     make = load_target(function)
     values = load_workload(target).params.model_validate(params) if target else dict(params)
-    with _limited(function):
-        made = make(values)
+
+    def end(signum: int, frame: FrameType | None) -> NoReturn:
+        raise UsageError(
+            f"the loaders of {function} were not made within {_SECONDS} s.",
+            rule="a plan makes the loaders of one rank, to count samples and steps.",
+            remedy="let it return loaders of a sample, or leave stages.NAME.loaders out",
+        )
+
+    signal.signal(signal.SIGALRM, end)
+    signal.alarm(_SECONDS)
+    made = make(values)
+    signal.alarm(0)
     if not isinstance(made, tuple | list) or len(made) != 2:
         raise UsageError(
             f"{function} returned a {type(made).__name__}, not two loaders.",
@@ -264,23 +252,3 @@ def loaders_in_child(function: str, target: str, params: Mapping[str, Any]) -> d
 def _num_samples(loader: Any) -> int:
     data = getattr(loader, "dataset", getattr(loader, "examples", None))
     return len(loader) * (batch_size_of(loader) or 0) if data is None else len(data)
-
-
-@contextlib.contextmanager
-def _limited(function: str) -> Iterator[None]:
-    """Raise UsageError in this process's main thread after a time."""
-
-    def end(signum: int, frame: FrameType | None) -> NoReturn:
-        raise UsageError(
-            f"the loaders of {function} were not made within {_SECONDS} s.",
-            rule="a plan makes the loaders of one rank, to count samples and steps.",
-            remedy="let it return loaders of a sample, or leave stages.NAME.loaders out",
-        )
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(_SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)

@@ -215,7 +215,7 @@ def go_on(
         write_order(order, run)
         if " over " in (origin := order.origins.get("memory.cuda_allocator", "")):
             supervisor.events.write("plan", text=f"torch's allocator: {settings.memory.cuda_allocator}, from {origin}")
-        threads = max(1, settings.threads_per_job // settings.resources.ranks)
+        threads = settings.threads_per_rank
         if lost := [f"{one}={os.environ[one]}" for one, text in thread_env(threads).items()
                     if os.environ.get(one, text) != text]:  # fmt: skip
             text = f"{', '.join(lost)} becomes {threads}: threads_per_job, from {order.origins['threads_per_job']}"

@@ -290,8 +290,8 @@ def read_planned(file: Path, run: RunDir) -> dict[str, Mapping[str, Any]]:
     if not forecasts:
         raise UsageError(
             f"{file} holds no plan that a run can be compared with.",
-            rule="such a plan has lines: of loaders, ranks or a described machine.",
-            remedy="name the loaders and plan again: memfit run CONFIG --plan --out plan.json (docs/plan.md)",
+            rule="such a plan counts a job by lines: of first steps, ranks or a described machine.",
+            remedy="plan again, with first steps: memfit run CONFIG --plan --out plan.json (docs/plan.md)",
         )
     write_json(copy, found)
     return forecasts
@@ -311,10 +311,10 @@ class Planned(Watcher):
     def take(self, events: Sequence[Event]) -> None:
         for event in events:
             if event.get("job") is not None and not event.get("rank"):  # rank 0 tells of the job
-                self._take(event["job"], event)
+                self._take(event["job"], event["kind"], event)
 
-    def _take(self, job: str, event: Event) -> None:
-        kind, state = event.get("kind"), str(event.get("state"))
+    def _take(self, job: str, kind: str, event: Event) -> None:
+        state = str(event.get("state"))
         if kind == "planned":
             self._said[str(event.get("stage"))] = event
         elif kind == "loaders" and fits(event.get("settings"), {str: _VALUE}):
@@ -364,7 +364,8 @@ class Planned(Watcher):
 def _compare_sizes(forecast: Mapping[str, Any], status: JobStatus) -> list[dict[str, Any]]:
     """Return bytes planned and measured of a node, each phase, each rank; None if not known."""
     planned = {"host memory": max(forecast["phases"].values(), default=0)}
-    planned |= {f"phase {name}": size for name, size in forecast["phases"].items() if name != "unmarked"}
+    phases = forecast["phases"] if len(forecast["phases"]) > 1 else {}  # one alone is all of the host memory
+    planned |= {f"phase {name}": size for name, size in phases.items() if name != "unmarked"}
     planned |= {f"rank {rank}": size for rank, size in enumerate(forecast.get("ranks") or ()) if status.ranks}
     found = {f"rank {one['rank']}": one["peak_bytes"] for one in status.ranks} | {"host memory": status.peak_bytes}
     if status.footprint is not None:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from memfit.planning._ledger import Ledger as Ledger
     from memfit.planning._ledger import Line as Line
     from memfit.planning._ledger import describe_batch as describe_batch
-    from memfit.planning._ledger import list_step_lines as list_step_lines
+    from memfit.planning._ledger import footprint_lines as footprint_lines
     from memfit.planning._ledger import shm_bytes as shm_bytes
+    from memfit.planning._ledger import step_line as step_line
     from memfit.planning._machine import Machine as Machine
 
 # A run plans without these, and they take a while to load.

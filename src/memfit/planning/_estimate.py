@@ -34,7 +34,6 @@ from memfit.estimation import (
 from memfit.memory import Budget
 from memfit.units import format_bytes
 
-_MOST_APART = 0.15  # a larger difference between trace and formula gets a note
 _MOST_SAMPLES = 1 << 14
 
 
@@ -171,15 +170,8 @@ def _answer_here(question: Question) -> dict[str, Any]:
         found = make(setup)
     notes = found.to_dict()["notes"]
     better: dict[str, Any] = {"change": None, "others": []}
-    formula = estimate_formula(config, setup, gpu=device) if guess and found.method != "formula" else found
-    traced, computed = (one.device["allocated_bytes"].value for one in (found, formula))
     if question.largest_batch and not question.formula and time_left() <= 0:
         notes.append("the time for traces was over: a larger batch may fit; use --time-limit 1800")
-    if abs(traced / max(computed, 1) - 1) > _MOST_APART:
-        notes.append(
-            f"the trace says {format_bytes(traced)} in tensors and the formula {format_bytes(computed)}: the trace "
-            "counts, and what the formula proposes is scaled to it"
-        )
     share = cache(partial(share_that_moves, weights=question.weights if not question.formula else ""))
     moves, how = share(setup)
     if "real" in how:
@@ -188,7 +180,7 @@ def _answer_here(question: Question) -> dict[str, Any]:
         if guess is None:
             notes.append(f"no change was looked for, as the formula does not read this model's config: {unread}")
         else:
-            scale = found.device["device_bytes"].upper / max(formula.device["device_bytes"].upper, 1)
+            scale = found.device["device_bytes"].upper / max(bound_of(setup), 1)  # the trace counts
             changes = partial(list_changes, settings=question.settings)
             ranked = rank_changes(
                 setup,

@@ -73,51 +73,29 @@ class Ledger:
         """What lies in /dev/shm of a node, at most."""
         return max(self._in_phase(phase, in_shm=True) for phase in self._phases)
 
-    def completed(self, found: Footprint, num_tasks: int, origin: str) -> Ledger:
-        """Return the ledger with what its lines lack of the peaks, by phase, of a job with so many tasks on a node."""
-        then = replace(self, layout=replace(self.layout, tasks_per_node=num_tasks))
-        peaks = {name: peak.private_bytes for name, peak in found.phases.items()}
-        if found.private_bytes > max(peaks.values(), default=0):  # it was outside of the phases that the job marked
-            peaks["unmarked" if peaks else ""] = found.private_bytes
-        if found.phases:  # a phase that the job did not name takes no more than its peak
-            peaks |= {
-                phase: found.private_bytes
-                for phase, size in then.by_phase().items()
-                if phase not in peaks and size.bytes > found.private_bytes
-            }
-        origin = origin.removeprefix(found.method).lstrip(" :")
-        extra = []
-        for phase, peak in peaks.items():
-            counted = (then._in_phase(phase) if phase else then.peak).bytes
-            what = origin + (", less the lines above" if counted else "")
-            what += f", by {num_tasks} ranks" if num_tasks > 1 else ""
-            rest, when = Amount(math.ceil((peak - counted) / num_tasks), "task"), (phase,) if phase else ()
-            metric: Metric = "PSS" if found.method == "measured" else "RSS"
-            extra.append(Line(found.method, rest, what, found.method, metric, phases=when))
-        if on_gpu := found.bytes_per_device:
-            extra.append(Line("GPU", Amount(on_gpu, "gpu", "device"), origin, found.method, "device"))
-        if found.shared_bytes and not self.mapped.bytes:
-            mapped = Amount(found.shared_bytes, "node")
-            extra.append(Line("mapped files", mapped, origin, found.method, is_mapped=True))
-        return replace(self, lines=(*self.lines, *extra))
+
+def footprint_lines(found: Footprint, num_tasks: int, origin: str) -> Iterator[Line]:
+    """Yield the lines of a job with so many tasks on a node: its peaks by phase, its GPU, what it maps."""
+    peaks = {name: peak.private_bytes for name, peak in found.phases.items()}
+    if found.private_bytes > max(peaks.values(), default=0):  # it was outside of the phases that the job marked
+        peaks["unmarked" if peaks else ""] = found.private_bytes
+    origin = origin.removeprefix(found.method).lstrip(" :")
+    what = f"{origin}, by {num_tasks} ranks" if num_tasks > 1 else origin
+    metric: Metric = "PSS" if found.method == "measured" else "RSS"
+    for phase, peak in peaks.items():
+        each, when = Amount(math.ceil(peak / num_tasks), "task"), (phase,) if phase else ()
+        yield Line(found.method, each, what, found.method, metric, phases=when)
+    if on_gpu := found.bytes_per_device:
+        yield Line("GPU", Amount(on_gpu, "gpu", "device"), origin, found.method, "device")
+    if found.shared_bytes:
+        yield Line("mapped files", Amount(found.shared_bytes, "node"), origin, found.method, is_mapped=True)
 
 
-def list_step_lines(answer: Mapping[str, Any], has_gpu: bool) -> Iterator[Line]:
-    """Yield the lines of a training step, from an answer of ``memfit.planning.ask``."""
-    sizes, parts = answer["device"], {name: one["value"] for name, one in answer["parts"].items()}
-    kept = {name: parts.get(name, 0) for name in ("weights", "gradients", "optimizer")}
-    terms = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
-    if has_gpu:
-        on_gpu = Amount(sizes["device_bytes"]["upper"], "gpu", "device")
-        yield Line("training step", on_gpu, f"at most, with torch's cache and a context: {terms}", "computed", "device")
-        saved = Amount(kept["weights"] + kept["optimizer"], "node")
-        what = "weights and optimizer of rank 0 on the host while they are saved"
-        yield Line("checkpoint", saved, what, "computed", phases=("checkpoint",))
-        return
-    whole, held = sizes["allocated_bytes"]["value"], sum(kept.values())
-    yield Line("model", Amount(held, "task"), "weights + gradients + optimizer, on the CPU", "computed")
-    step = Amount(max(0, whole - held), "task")
-    yield Line("training step", step, "activations and temporaries, on the CPU", "computed", phases=("train",))
+def step_line(answer: Mapping[str, Any]) -> Line:
+    """Return the line of a training step on a GPU, from an answer of ``memfit.planning.ask``."""
+    terms = " + ".join(f"{name} {format_bytes(one['value'])}" for name, one in answer["parts"].items() if one["value"])
+    on_gpu = Amount(answer["device"]["device_bytes"]["upper"], "gpu", "device")
+    return Line("training step", on_gpu, f"at most, with torch's cache and a context: {terms}", "computed", "device")
 
 
 @dataclass(frozen=True)

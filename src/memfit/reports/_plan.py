@@ -49,7 +49,7 @@ def view_run_plan(plan: RunPlan) -> Iterator[Part]:
         yield Facts([(stage.name, first)], width)
         forecast = _forecast(stage.forecast) if stage.forecast is not None else ()
         yield Inset([*lines, *forecast, *_matrix(stage)], width)
-    steps = any(stage.origin.startswith("first steps") for stage in plan.stages)
+    steps = any(re.search("first steps (as|of) ", stage.origin) for stage in plan.stages)
     yield "\nOnly first steps were run." if steps else "\nNothing was started."
 
 
@@ -57,7 +57,7 @@ def _forecast(forecast: Forecast) -> Iterator[Part]:
     ledger, peaks, rows = forecast.ledger, forecast.ledger.by_phase(), []
     for line in ledger.lines:
         each = f"{line.number} x {line.amount}" if line.number > 1 else str(line.amount)
-        phases = ", ".join(phase for phase in line.phases if phase in peaks) or "all"
+        phases = ", ".join(line.phases) or "all"
         how = f"{line.how}, {line.metric}: {line.formula}"
         rows.append((line.name, each, format_bytes(ledger.on_node(line).bytes), phases, how))
     yield Table(("line", "each", "on a node", "phases", "how"), rows, ("line", "each", "phases", "how"), fold=("how",))
@@ -94,13 +94,12 @@ def _lines(stage: StagePlan) -> Iterator[str]:
     if stage.footprint is not None:
         yield from _size(stage.footprint, stage)
     elif stage.origin:
-        yield f"one job: {stage.origin}"
+        how = "" if "first steps" in stage.origin else ": plan it without --no-steps, or run one"
+        yield f"one job: {stage.origin}{how}"
     if stage.model is not None:
         yield from _model(stage.model)
     if stage.tight:
         yield f"tight: {stage.tight}; to accept that: --accept-tight"
-    for command in stage.measure:
-        yield f"{'estimate its GPU memory' if command.startswith('memfit estimate') else 'measure one'}: {command}"
 
 
 def _model(answer: Mapping[str, Any]) -> Iterator[str]:
