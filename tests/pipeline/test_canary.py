@@ -56,6 +56,17 @@ def test_a_canary_of_two_ranks_that_reach_every_phase_passes_and_says_what_to_re
     assert 1.1 * verdict["host_peak_bytes"] <= parse_bytes(verdict["memory"]) <= 256 * MIB
 
 
+@pytest.mark.parametrize(("rise", "said"), [(1 << 20, "in its 5 steps the heap grew by 1.0 MiB each: 100.0 MiB by the"),
+                                            (1000, ""), (0, "")])  # fmt: skip
+def test_a_heap_that_grows_at_every_step_is_named_if_the_request_has_no_room_for_it(canary, rise, said):
+    step = (
+        '{"time": 1e9 + n, "job": os.environ["MEMFIT_JOB_ID"], "kind": "step", "epoch": 1, "step": n, "num_steps": 100'
+    )
+    steps = f'for n in range(1, 6):\n    events.write(json.dumps({step}, "heap_bytes": {rise} * n}}) + "\\n")\n'
+    text = canary(textwrap.dedent(ALL_PHASES) + steps).canary["text"]
+    assert any(line.startswith(said or "in its") for line in text) == bool(said)
+
+
 def test_a_script_that_goes_on_for_ever_is_asked_to_stop_once_all_was_seen(canary, monkeypatch):
     monkeypatch.setattr("memfit.pipeline._watchers._SETTLED_SECONDS", 0.5)
     waits = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); time.sleep(600)"

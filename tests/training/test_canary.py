@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 from memfit.errors import StoppedError
 from memfit.rundir import CANARY_BATCHES, CANARY_STEPS, CANARY_VARIABLE, canary_folder
 from memfit.training import Loop, Trainer, Unheard, load_checkpoint
+from memfit.units import MIB
 
 
 @pytest.fixture
@@ -60,7 +61,8 @@ def test_a_loop_ends_after_the_validation_of_its_script_and_saves_elsewhere(cana
             seen.append("validation")
     assert seen == ["step"] * min(num_batches, CANARY_STEPS) + ["validation"]
     assert canary()[0] == "train" and {"checkpoint", "validate"} <= {*canary()}
-    assert len(events("step")) == min(num_batches, CANARY_STEPS)
+    assert len(heaps := [one["heap_bytes"] for one in events("step")]) == min(num_batches, CANARY_STEPS)
+    assert min(heaps) > MIB
     assert not (tmp_path / "long").exists()
     assert list(canary_folder(tmp_path / "long").glob("step-*/SEAL.json"))
 

@@ -40,6 +40,7 @@ _FORECAST = {
     "made_for": ({str: (dict, str)}, _NONE),
 }
 _PLAN = {"stages": [{"name": str, "forecast": (_FORECAST, type(None))}]}
+_HEAP = "in its {} steps the heap grew by {} each: {} by the end of the first epoch, if it goes on"
 _BROKEN = frozenset({"failed", "out_of_memory", "timeout", "node_fail"})
 
 
@@ -70,6 +71,8 @@ class Canary(Watcher):
         self._seen: dict[str, dict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
         self._last: dict[str, dict[int, str]] = defaultdict(dict)
         self._steps: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        #: What its heap held after each of these, and how many steps an epoch has.
+        self._heaps: dict[str, list[tuple[int, int]]] = defaultdict(list)
         #: The first rank that was lost of a job, and not since it was asked to stop.
         self._lost: dict[str, Event] = {}
         self._peak, self._changed_at, self._has_asked = 0, 0.0, False
@@ -108,6 +111,8 @@ class Canary(Watcher):
             job_id, rank, kind = event["job"], event.get("rank") or 0, event["kind"]
             if kind == "step" and not rank and isinstance(event.get("step"), int):
                 self._steps[job_id].append((event["time"], event["step"]))
+                if fits(event, {"heap_bytes": int, "num_steps": int}):
+                    self._heaps[job_id].append((event["heap_bytes"], event["num_steps"]))
             elif kind == "rank_lost" and not event.get("asked") and isinstance(event.get("code"), int):
                 self._lost.setdefault(job_id, event)
             elif kind == "checkpoint":
@@ -166,6 +171,7 @@ class Canary(Watcher):
             "is_marked": bool(self._seen[job_id]),
             "broke": self._describe_break(broke) if broke else None,
             "seconds_per_step": _pace(self._steps[job_id]),
+            "heap": _rise(self._heaps[job_id]),
             **self._request(status),
         }
         found["text"] = _text_of(found, self.settings)
@@ -238,6 +244,19 @@ def _pace(steps: Sequence[tuple[float, int]]) -> float | None:
     return median(took) if took else None
 
 
+def _rise(heaps: Sequence[tuple[int, int]]) -> dict[str, int] | None:
+    """Return by how much a heap rose at each step, if it did at every one, and by how much at the end of the epoch.
+
+    >>> _rise([(10, 100), (12, 100), (14, 100), (17, 100)]), _rise([(10, 100), (12, 100), (12, 100), (14, 100)])
+    ({'steps': 4, 'step_bytes': 2, 'epoch_bytes': 200}, None)
+    """
+    gaps = [later - size for (size, _), (later, _) in pairwise(heaps)]
+    if len(gaps) < 3 or min(gaps) <= 0:
+        return None
+    step = int(median(gaps))
+    return {"steps": len(heaps), "step_bytes": step, "epoch_bytes": step * heaps[-1][1]}
+
+
 def _text_of(found: Mapping[str, Any], settings: RunConfig) -> list[str]:
     phases = ", ".join(f"{name} {format_bytes(size)}" for name, size in found["phase_peak_bytes"].items())
     peak = f"peak of a node {format_bytes(found['host_peak_bytes'])}{f' ({phases})' if phases else ''}"
@@ -269,11 +288,18 @@ def _text_of(found: Mapping[str, Any], settings: RunConfig) -> list[str]:
     seen += [f"it ran to its end in {took}"] if found["ended_itself"] and found["not_marked"] else []
     on_device = f" --gpu-memory {found['gpu_memory']}" if found["gpu_memory"] else ""
     lacks = f"not marked: {list_some(found['not_marked'])}; if the long run does that, mark it where it begins"
+    rise = found["heap"] or {"epoch_bytes": 0}
+    grows = rise["epoch_bytes"] > settings.memory.slack * found["host_peak_bytes"]
     long = f"the long run: --memory {found['memory']}{on_device}; in Slurm: --mem={found['slurm_mem']}"
     return [
         f"canary: passed ({', '.join(seen)})",
         *([lacks] if found["not_marked"] else []),
         f"{peak}; {settings.memory.slack:.0%} more for the request",
+        *(
+            [_HEAP.format(rise["steps"], *map(format_bytes, (rise["step_bytes"], rise["epoch_bytes"])))]
+            if grows
+            else []
+        ),
         long if found["memory"] else "what the long run needs is not known: it ended before its memory was measured",
     ]
 

@@ -6,6 +6,7 @@ It knows no trainer, model or optimizer, so any training loop can keep one.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -16,13 +17,13 @@ from typing import Any
 import psutil
 import torch
 
-from memfit.memory import ProcReader
+from memfit.memory import ProcReader, read_heap
 from memfit.rundir import is_canary, phase, read_devices, record
 from memfit.training._oom import device_bytes, reset_device_peaks
 from memfit.training._process import say
 from memfit.units import format_count
 
-_STEP_EVENT_SECONDS = 0.5
+_STEP_EVENT_SECONDS, _BLOCK_BYTES = 0.5, 64
 
 
 class Journal:
@@ -87,7 +88,8 @@ class Journal:
             return
         self._next_step = now + (0.0 if is_canary() else _STEP_EVENT_SECONDS)
         loss = None if loss is None else float(loss)
-        record("step", **where, num_epochs=self.num_epochs, loss=loss, **read_devices())
+        more = read_devices() | ({"heap_bytes": _live_bytes()} if is_canary() else {})
+        record("step", **where, num_epochs=self.num_epochs, loss=loss, **more)
         if device is not None and device.type == "cuda":
             with suppress(Exception):  # a driver without NVML: it raises what it likes
                 self._device_uses.append(torch.cuda.utilization(device) / 100)
@@ -164,6 +166,12 @@ class Unheard(Journal):
     def phase(self, name: str) -> None:
         if is_canary():
             phase(name)
+
+
+def _live_bytes() -> int:
+    """Return what this process has allocated and not freed, small objects of Python by a usual size; 0 if unknown."""
+    live = read_heap().get("live_bytes", 0)
+    return live and live + _BLOCK_BYTES * sys.getallocatedblocks()
 
 
 def _describe(figures: Mapping[str, float | None]) -> str:
