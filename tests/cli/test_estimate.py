@@ -197,7 +197,6 @@ REFUSED = [
     (["--train", "optimizer_in_backward=true", "--microbatches", "2"], "optimizer_in_backward=true with", "leave one"),
     (["--allocator", "expandable_segments:yes"], "must be True or False", "expandable_segments:True"),
     (["--allocator", "expandable_segment:True"], "expandable_segment", "expandable_segments"),
-    (["--lengths", "missing.txt"], "missing.txt", ""),
     (["train.py"], "train.py is a Python script", "memfit run -- python train.py"),
     (
         ["--gpu", "2GiB", "--train", "optimizer_in_backward=true", "--batch", "auto", "--global-batch", "64"],
@@ -228,19 +227,6 @@ def test_a_config_that_is_none_is_refused(estimate, tmp_path, name, content, wha
     if content is not None:
         (tmp_path / name).write_text(content)
     check_refused(estimate("--formula", config=tmp_path / name), what)
-
-
-@pytest.mark.proves("S4-03")
-def test_lengths_make_the_longest_batch_count_and_tell_what_filling_up_saves(estimate, tmp_path):
-    path = tmp_path / "lengths.txt"
-    path.write_text("\n".join(["10"] * 90 + ["96"] * 10))
-    by_data = estimate("--formula", "--json", "--lengths", path)
-    as_long = estimate("--formula", "--json", "--seq-len", 96)
-    assert device(by_data) == device(as_long)
-    data = by_data.json["data"]
-    assert (data["num_samples"], data["longest_tokens"], data["truncated_share"]) == (100, 96, 0)
-    assert 0.3 < data["saving"] < 0.8
-    assert "the longest batch sets the peak: 4 x 96 tokens" in estimate("--formula", "--lengths", path).out
 
 
 def retyped(estimate, words, **more):

@@ -6,8 +6,8 @@ from dataclasses import asdict, fields
 
 import pytest
 
-from memfit.errors import ConfigError
-from memfit.estimation import Setup
+from memfit.errors import ConfigError, UsageError
+from memfit.estimation import Setup, equation_of_batch, split_batch
 
 
 def test_a_setup_survives_json():
@@ -40,3 +40,14 @@ def test_a_setup_that_contradicts_itself_is_refused(given, said):
 def test_every_field_is_described():
     described = (inspect.getdoc(Setup) or "").split("Attributes:")[1]
     assert [one.name for one in fields(Setup) if f"\n    {one.name}: " not in described] == []
+
+
+@pytest.mark.proves("S4-32")
+def test_the_size_of_a_batch_is_an_equation():
+    assert equation_of_batch(8, 16, 1) == "8 samples x 16 microbatches x 1 device = 128 samples an update"
+    assert equation_of_batch(1, 1, 2) == "1 sample x 1 microbatch x 2 devices = 2 samples an update"
+    assert split_batch(128, 8) == 16
+    with pytest.raises(UsageError, match=r"100 samples(?s:.*)take 96 samples"):
+        split_batch(100, 8, world_size=2)
+    with pytest.raises(UsageError, match="samples is 0"):
+        equation_of_batch(0, 1, 1)

@@ -117,9 +117,15 @@ def test_a_script_that_marks_no_phase_is_drawn_by_job(commands) -> None:
     assert re.findall("<title>(.*?)<", memory) == ["cmd_0001", "cmd_0002"]
 
 
-def test_a_job_that_grows_has_its_sentence(growing) -> None:
+def test_a_job_that_grows_has_its_sentence_and_a_line_to_its_limit(growing) -> None:
+    """It holds 200 MiB after 60 s, and is to meet 300 MiB 30 s later: the line ends where both edges of the chart are."""
     text = write_page(growing.run, growing.path / "report.html").read_text()
-    assert text.count(f"fold_1: {growing.growth.text}") == 1
+    assert text.count(f"fold_1: {growing.growth.text}") == 2, "in the facts, and where a pointer shows it"
+    ahead = re.search('<polyline class="curve" points="(.*?)"', text)
+    assert ahead is not None
+    (x, y), (end, top) = (map(float, point.split(",")) for point in ahead[1].split())
+    assert (x - 76) / (end - 76) == pytest.approx(60 / 90, abs=0.01) and end == 944
+    assert (254 - y) / (254 - top) == pytest.approx(200 / 300, abs=0.01)
 
 
 @pytest.mark.proves("S1-46")

@@ -123,7 +123,7 @@ def test_a_fit_is_the_same_bit_for_bit_with_and_without(tmp_path):
     assert trained(True) == trained(False)
 
 
-@pytest.mark.proves("S4-01")
+@pytest.mark.proves("S4-01", "S4-03")
 def test_the_longest_batch_shrinks_before_the_first_step():
     model = torch.nn.Linear(4, 1)
     step = SafeStep(model, adam(model), limited(3))

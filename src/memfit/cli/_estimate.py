@@ -33,7 +33,6 @@ class Flags:
     microbatches: Text = flag("Forward and backward passes an update; 1.", "N", "num_microbatches")
     global_batch: int | None = flag("Samples an update, over all devices.", "N", min=1)
     seq_len: Text = flag("Tokens of a sample, padding included; 512.", "N", "seq_len")
-    lengths: Path | None = flag("The data's lengths: the longest batch counts, cut at --seq-len.", "FILE")
     dtype: Text = flag("bf16, fp32, fp16 (weights too), bf16-amp, fp16-amp (weights in fp32); bf16.", "DTYPE", "dtype")
     optimizer: Text = flag(f"{', '.join(get_args(Optimizer))}; adamw.", "NAME", "optimizer")
     gradient_checkpointing: bool = flag("Keep only the inputs of blocks.", None, "gradient_checkpointing=full")
@@ -160,22 +159,14 @@ def _check_source(config: Path | None, flags: Flags) -> None:
 
 def _of_model(model: dict[str, Any], flags: Flags, how: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer for a model's config.json; ``how`` names the device and the time limit."""
-    from memfit.estimation import describe_batches, read_lengths
     from memfit.planning import Question, ask
 
-    setup = flags.setup()
-    most, lengths = setup.seq_len, None
-    if flags.lengths is not None:
-        lengths = read_lengths(flags.lengths)
-        setup = replace(setup, seq_len=min(max(1, int(lengths.max())), most))
     more: dict[str, Any] = {
         "formula": flags.formula,
         "largest_batch": flags.batch == "auto",
         "global_batch": flags.global_batch,
     }
-    found = ask(Question(model, setup, weights=str(flags.hf_config), **more, **how))
-    batch = found["setup"]["batch"]
-    return found | {"data": None if lengths is None else describe_batches(lengths, batch=batch, max_length=most)}
+    return ask(Question(model, flags.setup(), weights=str(flags.hf_config), **more, **how)) | {"data": None}
 
 
 def _read_model_config(path: Path) -> dict[str, Any]:

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from memfit.estimation._gpus import Gpu as Gpu
     from memfit.estimation._gpus import find_gpu as find_gpu
     from memfit.estimation._interval import Interval as Interval
-    from memfit.estimation._lengths import describe_batches as describe_batches
-    from memfit.estimation._lengths import read_lengths as read_lengths
     from memfit.estimation._lora import LoraLinear as LoraLinear
     from memfit.estimation._lora import QuantizedLinear as QuantizedLinear
     from memfit.estimation._lora import add_lora as add_lora

@@ -27,11 +27,11 @@ _PIECES, _LEAST_LEVELS, _FIRST_STEPS, _SETTLED = 5, 12, 3, 1 / 3
 #: By how much each span may rise less than the one before, so that it is told early; so that it is told as sure.
 _EARLY, _SURE = 0.05, 0.25
 _ADVICE = "More memory puts that off, it does not mend it."
-#: How each kind is told while a job runs, with room for "so far", and once it has ended.
+#: How each kind is told.
 _SAID = {
-    "growth": ("grows{} by", "grew by"),
-    "copies": ("copies pages that its processes share,", "copied pages that its processes share,"),
-    "reserved": ("fills what it had reserved,", "filled what it had reserved,"),
+    "growth": "grew by",
+    "copies": "has copied pages that its processes share,",
+    "reserved": "has filled what it had reserved,",
 }
 
 
@@ -119,20 +119,20 @@ class Growth:
     @property
     def text(self) -> str:
         """Return it as a sentence for people, while the job runs."""
-        meets = f"at this rate it meets its limit of {format_bytes(self.limit_bytes)}"
         when = time.strftime("%H:%M", time.localtime(self.at_time))
-        meets += f" at {when}" if self.unit == "second" else f" at {self.unit} {self.at:,.0f}, about {when}"
-        said, to_come = _SAID[self.kind][0].format("" if self.is_sure else " so far"), ""
+        when = f"step {self.at:,.0f}, about {when}" if self.unit == "step" else when
+        meets = f"at this rate it meets its limit of {format_bytes(self.limit_bytes)} at {when}"
+        said, to_come = f"grows{'' if self.is_sure else ' so far'} by", ""
         if self.kind == "growth":
             meets += f". {_ADVICE if self.is_sure else 'It may still level off.'}"
         else:
-            meets, to_come = f"{meets}.", f", at most {format_bytes(self.more_bytes)} more"
+            said, meets, to_come = _SAID[self.kind], f"{meets}.", f", at most {format_bytes(self.more_bytes)} more"
         return f"{self._say(said)}{to_come}; {meets}"
 
     @property
     def past(self) -> str:
         """Return what was measured, once the job has ended."""
-        return self._say(_SAID[self.kind][1])
+        return self._say(_SAID[self.kind])
 
     def _say(self, what: str) -> str:
         who = f"{self.who or 'it'}{' on ' + self.place if self.place else ''}"
@@ -145,14 +145,8 @@ class Growth:
 
 
 def find_growth(levels: Sequence[Level], limit_bytes: int, *, epoch_steps: int = 0, steps: int = 0) -> Growth | None:
-    """Return what rises evenly and meets the limit before its end; None if that is not so, or not sure.
-
-    Args:
-        levels: Of one process or of all, oldest first; none of a validation.
-        limit_bytes: The most that may be held.
-        epoch_steps: Steps of an epoch, 0 if not known.
-        steps: Steps of the whole training, 0 if not known.
-    """
+    """Return what rises evenly and meets the limit before the end of all ``steps``; None if nothing does. ``levels``
+    are of one process or of all, none of a validation. Steps are 0 if not known."""
     if not levels or not limit_bytes:
         return None
     now, first = levels[-1].step, levels[0].step

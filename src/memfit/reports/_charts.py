@@ -97,21 +97,23 @@ def draw_stack(
     label: str,
     *,
     limit: tuple[str, int] | None = None,
-    marks: Sequence[tuple[float, str]] = (),
+    marks: Sequence[tuple[float, str] | Line] = (),
     title: str = "",
     size: tuple[int, int] = (960, 280),
 ) -> str:
     """Return a chart of memory over time, its layers on top of each other, the lowest first, with the ``title`` inside.
 
     A screen reader says the ``label``. The ``limit`` has a name and bytes, and is drawn where the data come near it.
-    Each of the ``marks`` is a cross at the upper edge: seconds from the start, and what a pointer shows.
+    Each of the ``marks`` is a cross at the upper edge: seconds from the start, and what a pointer shows; or a line.
     """
     totals = [sum(values) for values in zip(*(layer.values for layer in layers), strict=True)]
-    most = max(totals, default=0) or 1.0
+    lines = [one for one in marks if isinstance(one, Line)]
+    to_come = [point for line in lines for point in line.points]
+    most = max([*totals, *(size for _, size in to_come)], default=0) or 1.0
     near = limit is not None and most >= _SHOWS_LIMIT * limit[1]
     end = max(most, limit[1] if limit and near else 0) * 1.06
     edges = _LEFT, size[0] - _RIGHT, _TOP + (18 if title else 0), size[1] - _BOTTOM
-    frame = _Frame(size, *edges, (0.0, seconds), (0.0, end))
+    frame = _Frame(size, *edges, (0.0, max([seconds, *(at for at, _ in to_come)])), (0.0, end))
     if title:
         frame.text(_LEFT, 16, title, kind="ink head")
     frame.scale({tick: format_bytes(round(tick)) for tick in byte_ticks(end)})
@@ -130,7 +132,9 @@ def draw_stack(
             frame.text(frame.left + 6, at - 5, text, kind="bad")
         else:
             frame.text(frame.right, frame.top - 6, f"{text}, far above this chart", anchor="end", kind="dim")
-    for when, text in marks:
+    for line in lines:
+        frame.parts += _curve(line, [(frame.x(at), frame.y(size)) for at, size in line.points])
+    for when, text in (one for one in marks if not isinstance(one, Line)):
         frame.text(frame.x(when), frame.top + 14, "✕", anchor="middle", kind="bad", title=text)
     return frame.svg(label)
 

@@ -11,10 +11,10 @@ from html import escape
 from pathlib import Path
 
 from memfit.errors import DamagedError
-from memfit.files import write_atomic
+from memfit.files import fits, write_atomic
 from memfit.masking import mask
 from memfit.memory import Sample, read_series
-from memfit.reports._charts import CHART_STYLE, COLOURS, Layer, draw_stack, legend
+from memfit.reports._charts import CHART_STYLE, COLOURS, Layer, Line, draw_stack, legend
 from memfit.reports._columns import BAD, COLUMNS, columns_of
 from memfit.reports._curves import draw_curves, last_values, read_curves
 from memfit.reports._parts import Chart, Facts, Note, Part, Table, to_html
@@ -25,6 +25,7 @@ from memfit.units import format_bytes
 
 _NUM_POINTS = 240  # more points than this make a chart no finer
 _PHASES = ("load", "build", "train", "validate", "checkpoint", "preflight")
+_AHEAD = {"at_time": (int, float), "limit_bytes": int, "place": frozenset({""})}  # what of a job's growth is drawn
 _MOST_TOLD = 200  # of more jobs, the first so many are in the table
 
 _CSS = """
@@ -163,12 +164,27 @@ def _memory(seen: _Seen) -> Iterator[Part]:
     label = f"Private memory of all jobs of {seen.name} over time, by {seen.by}"
     binding, layers = seen.state.budget.get("binding"), seen.layers
     limit = (str(binding["name"]), int(binding["limit_bytes"])) if binding else None
-    yield Chart(f'<div class="wide">{draw_stack(layers, seen.seconds, label, limit=limit, marks=marks)}</div>')
+    yield Chart(
+        f'<div class="wide">{draw_stack(layers, seen.seconds, label, limit=limit, marks=[*marks, *_ahead(seen)])}</div>'
+    )
     yield Note(
         f"The private memory of all jobs together, by {seen.by}. Memory that several jobs share, such as a mapped "
         "panel, is not in it. A red cross is a job that failed.",
         "dim",
     )
+
+
+def _ahead(seen: _Seen) -> Iterator[Line]:
+    """Yield for each running job that grows a line from now to its limit, at most as long as the run has lasted."""
+    for job in seen.state.running:
+        samples = (seen.series.get(job.id) or [[]])[-1]
+        if samples and job.growth_told and fits(job.growth, _AHEAD):
+            now, top = samples[-1].time - seen.start, sum(layer.values[-1] for layer in seen.layers)
+            left, more = job.growth["at_time"] - samples[-1].time, job.growth["limit_bytes"] - samples[-1].private_bytes
+            share = min(1.0, seen.seconds / max(left, 1.0))
+            yield Line(
+                job.growth_told, "currentColor", [(now, top), (now + share * left, top + share * more)], is_dashed=True
+            )
 
 
 def _jobs(seen: _Seen) -> Iterator[Part]:
