@@ -1,4 +1,4 @@
-"""Is a job that grows told before it dies, and nothing else called so? Simulated courses of memory.
+"""Is a job that grows told before it dies, and nothing else?
 
     python benchmarks/growth.py [--seeds 1 2] [--each 16] [--verbose]
 
