@@ -25,7 +25,7 @@ Kind = Literal["growth", "copies", "reserved"]
 Cause = Literal["growth", "copies", "reserved", "size", "open"]
 _PIECES, _LEAST_LEVELS, _FIRST_STEPS, _SETTLED = 5, 12, 3, 1 / 3
 #: By how much each span may rise less than the one before, so that it is told early; so that it is told as sure.
-_EARLY, _SURE = 0.05, 0.25
+_EARLY, _SURE = 0.08, 0.25
 _ADVICE = "More memory puts that off, it does not mend it."
 #: How each kind is told.
 _SAID = {
