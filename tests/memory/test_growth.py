@@ -8,10 +8,8 @@ from memfit.units import MIB
 
 STEPS = 1000
 at = np.arange(0, STEPS, 2.0)
-GROWS = 2.0 * at
-CACHE = 1000 * (1 - np.exp(-at / 150))
-BUFFER = np.minimum(8 * at, 1000)
-TEETH = (5 * at) % 1000
+GROWS, CACHE = 2.0 * at, 1000 * (1 - np.exp(-at / 150))
+BUFFER, TEETH = np.minimum(8 * at, 1000), (5 * at) % 1000
 LUMPS = np.floor(at / 20) * 40
 CASES = [
     # course, epochs, until which step, limit above the base in MiB: what is told, and what it died of
@@ -59,6 +57,8 @@ def test_after_a_resume_an_epoch_of_the_new_process_must_pass(rise, told, death)
     found = find_growth(levels, 2300 * MIB, epoch_steps=250, steps=STEPS + 500)
     assert ("" if found is None else "sure" if found.is_sure else "early") == told
     assert explain_death(levels, max(one.peak for one in levels), epoch_steps=250, steps=STEPS + 500) == death
+    again = [*levels[20:], *levels[:21]]  # ranks that begin again make steps once more
+    assert (find_growth(again, 2300 * MIB, epoch_steps=250, steps=STEPS + 500) is None) == (found is None)
 
 
 def test_growth_says_by_how_much_when_it_meets_its_limit_and_that_more_memory_is_no_cure():

@@ -65,7 +65,7 @@ def crash(folder, every):
     driver = Path(__file__).with_name("crash_driver.py")
     done = subprocess.run(
         [sys.executable, driver, folder, str(every)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=560, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -73,7 +73,7 @@ def crash(folder, every):
 
 @pytest.fixture(scope="module")
 def crashes(tmp_path_factory):
-    return crash(tmp_path_factory.mktemp("crashes"), 6)
+    return crash(tmp_path_factory.mktemp("crashes"), 8)
 
 
 #: The least moments of a fit.
@@ -86,7 +86,7 @@ LEAST = {"indexed": 40, "workers": 6, "keyed": 6}
 def test_a_fit_killed_at_any_moment_resumes_to_identical_bytes(crashes, kind):
     """Within saves, at steps, with loader workers; keyed data are resumed with another number of workers."""
     found = crashes[kind]
-    assert found["num_moments"] >= LEAST[kind] and found["num_tried"] >= LEAST[kind] // 6
+    assert found["num_moments"] >= LEAST[kind] and found["num_tried"] >= max(1, LEAST[kind] // 8)
     assert found["num_in_save"] >= 5 or kind != "indexed"
     assert (found["died"], found["different"]) == (found["num_tried"], [])
 

@@ -130,7 +130,7 @@ REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
            "a few per cent", "-windows"),
     ),
     "growth": (
-        _R("if it saves, go on from its newest checkpoint with the same memory", "memfit resume RUN, or the same command",
+        _R("go on from its newest checkpoint, if any, with this memory", "memfit resume RUN, or the same command",
            "A new process begins as small as the first. More memory delays its end.", "none"),
         _R("find what is kept from step to step", "loss.item() where a loss is summed with its graph; outputs kept in "
            "a list; a cache without a bound", "It ends what grows.", "none"),

@@ -1,4 +1,4 @@
-"""Tell a job that grows, which no request cures, from one that levels off, loads data or is too large. Pure.
+"""Tell a job that grows, which no request cures, from one that levels off, loads data or is too large.
 
 The lowest levels of memory are looked at, since peaks follow the data. Source: docs/project/decisions/0031.
 """
@@ -27,7 +27,6 @@ _PIECES, _LEAST_LEVELS, _FIRST_STEPS, _SETTLED = 5, 12, 3, 1 / 3
 #: By how much each span may rise less than the one before, so that it is told early; so that it is told as sure.
 _EARLY, _SURE = 0.08, 0.25
 _ADVICE = "More memory puts that off, it does not mend it."
-#: How each kind is told.
 _SAID = {
     "growth": "grew by",
     "copies": "has copied pages that its processes share,",
@@ -222,9 +221,8 @@ class _Rise(NamedTuple):
 
 def _floors(levels: Sequence[Level], pieces: int) -> list[tuple[float, int]]:
     """Return the lowest (step, size) of each of equally long pieces; empty if one has fewer than two levels."""
-    if not levels:
-        return []
-    first, length = levels[0].step, levels[-1].step - levels[0].step or 1
+    made = sorted(one.step for one in levels) or [0.0]  # ranks begin again
+    first, length = made[0], made[-1] - made[0] or 1
     found: list[list[Level]] = [[] for _ in range(pieces)]
     for one in levels:
         found[min(pieces - 1, int((one.step - first) / length * pieces))].append(one)
