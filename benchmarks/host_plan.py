@@ -6,7 +6,7 @@ Each row is a training on the CPU by a plain loop, transformers, Lightning, Acce
 is run with. ``memfit run --plan`` makes its first steps once, and is asked for each number of ranks before any of these
 runs. Then the ranks run in a control group, whose anonymous and shared memory is read every 20 ms: each page once, also
 of batches that are on their way. They have the variables that memfit gives to jobs. The last rows are 15 trainings that
-reviewers wrote. It needs root and a memory cgroup of v1. ``--results`` keeps what was measured. Exit status: 0 if the
+others wrote. It needs root and a memory cgroup of v1. ``--results`` keeps what was measured. Exit status: 0 if the
 median error is at most 10 %, the worst 20 %, and no bound is broken or above 1.35 times what was measured.
 """
 
@@ -44,7 +44,7 @@ ROWS: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("data=array mib=12 width=3000 workers=0", (4, 8)),
     ("loop=marked data=list persistent=1 slow=100 epochs=4", (4, 8)),
     ("loop=numpy mib=200 batch=512 slow=50 epochs=5", (4, 8)),
-    # Reviewers' trainings
+    # Trainings of others
     ("data=list workers=0 validation=0", (1,)),
     ("data=list", (1,)),
     ("data=list workers=4 persistent=1", (1,)),

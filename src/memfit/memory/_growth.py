@@ -113,7 +113,7 @@ class Growth:
     at: float = 0.0  # the unit in which it meets the limit, counted from the training's start
     at_time: float = 0.0  # the same in Unix seconds
     more_bytes: int = 0  # of copies and reserved memory: the most that can still come
-    is_sure: bool = False  # it outlived an epoch, or a quarter of the training; a buffer would be full by then
+    is_sure: bool = False  # it outlived an epoch and a third of the training; a buffer would be full by then
 
     @property
     def text(self) -> str:
