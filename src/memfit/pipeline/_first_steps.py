@@ -35,7 +35,7 @@ BOUND = 0.2  # a bound is so much above the value
 _SECONDS, _MORE = 60.0, 5  # so long at most, and so much longer in a graph, unless canary_seconds is given
 _SOON = 2.0  # a job that ends sooner may have been seen before its peak alone
 _ALIKE = 0.1  # ranks that differ by less than this take the same
-_SPLIT = 1.05  # one rank that takes more than this multiple of one of two has data that the ranks split
+_SPLIT = 1.1  # one rank that takes more than this multiple of one of two has data that the ranks split
 _PARTS = ("main", "below", "shm")  # what a rank holds: its process, those below it, and what they share
 _LAUNCHER = re.compile(r"(\S*/)?torchrun|torch\.distributed\.run")
 _PER_NODE = re.compile(r"--nproc[-_]per[-_]node(?:=(\S+))?")
