@@ -28,7 +28,7 @@ _STARTS = frozenset({"rendezvous", "load"})
 #: Those at the end of an epoch.
 _ENDS = frozenset({"validation", "save"})
 STEPS_PER_EPOCH = 4
-_HANG_SECONDS, _MOST_STALL, _MOST_START = 1.0, 10.0, 60.0
+_HANG_SECONDS, _MOST_STALL, _MOST_START = 2.0, 10.0, 60.0
 
 
 # --- the plans
