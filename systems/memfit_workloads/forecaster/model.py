@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -181,14 +180,6 @@ class Forecaster(nn.Module):
             z_ND = layer(z_ND, lists, masks_2G1AA)
         encoded_ND: torch.Tensor = self.norm(z_ND)
         return encoded_ND
-
-    def encoder_state(self) -> dict[str, torch.Tensor]:
-        """Return the weights of everything but the heads, for another forecaster of the same sizes."""
-        return {name: value for name, value in self.state_dict().items() if not name.startswith("heads.")}
-
-    def load_encoder_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over the weights that ``encoder_state`` of a network with the same sizes gave."""
-        self.load_state_dict({**self.state_dict(), **state})
 
     def _masks(self, batch: Any, lists: Lists, like: torch.Tensor) -> torch.Tensor:
         """Return 0 for an edge and minus infinity for none: one storage, in the dtype of attention, for all layers."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from memfit.errors import UsageError
 from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.rundir import phase
 from memfit_workloads import finance, own
@@ -101,7 +99,6 @@ def train_fold(context: Context, params: ForecasterParams) -> dict[str, float]:
         num_steps = params.train.num_epochs * len(batches)
         check_steps(params, "train", num_steps)
         trainer = _trainer(context, params, model, _loss(params), params.train.learning_rate, num_steps)
-        check_effective(trainer, params)
         result = trainer.fit(
             batches,
             fold.in_order(fold.valid_dates),
@@ -120,31 +117,6 @@ def train_fold(context: Context, params: ForecasterParams) -> dict[str, float]:
     found: dict[str, Any] = fold_figures(scores, params.data)
     found |= {"train_loss": result.history[-1].train_loss, "num_epochs": len(result.history), "best_epoch": epoch}
     return found | (result.history[epoch - 1].metrics or {})
-
-
-def check_effective(trainer: Trainer, params: ForecasterParams) -> None:
-    """Refuse a training whose parts are not those that the settings ask for."""
-    import torch
-
-    settings, loss = params.train, getattr(trainer.step.loss, "loss", trainer.step.loss)
-    (group,), threads = trainer.optimizer.param_groups, os.environ.get("OMP_NUM_THREADS", "")
-    pairs = {
-        "optimizer": (settings.optimizer, type(trainer.optimizer).__name__.lower()),
-        "learning_rate": (settings.learning_rate, group["initial_lr"]),
-        "weight_decay": (settings.weight_decay, group["weight_decay"]),
-        "schedule": (settings.schedule, getattr(trainer.schedule, "shape", None)),
-        "horizon_weights": (params.horizon_weights, getattr(loss, "horizon_weights", None)),
-        "rank_weight": (settings.rank_weight, getattr(loss, "rank_weight", None)),
-        "rank_temperature": (settings.rank_temperature, getattr(loss, "rank_temperature", None)),
-        "threads": (int(threads) if threads.isdigit() else torch.get_num_threads(), torch.get_num_threads()),
-    }
-    for name, (asked, held) in pairs.items():
-        if asked != held:
-            raise UsageError(
-                f"the settings ask for {name} {asked}, and the training has {held}.",
-                rule="a setting that does not reach the training would change nothing, and nobody would see it.",
-                remedy=f"set {name} as the training has it, or mend the code that makes it of the settings",
-            )
 
 
 def loader(context: Context, params: ForecasterParams, num_workers: int) -> DayBatches:
@@ -204,13 +176,13 @@ def _check(params: ForecasterParams) -> None:
 def _started_model(context: Context, params: ForecasterParams, fold: Fold) -> Any:
     """A new forecaster, with the weights of the encoder where there was a pre-training."""
     from memfit.training import load_checkpoint, seed_everything
+    from memfit_workloads.forecaster.model import Masked
 
     seed_everything(context.seed)
     model = _new_model(params, len(fold.panel.feature_names))
     if "pretrain" in context.needs:
         trained = load_checkpoint(context["pretrain"].path("latest"))["model"]
-        own = {f"forecaster.{name}": name for name in model.encoder_state()}
-        model.load_encoder_state({own[name]: value for name, value in trained.items() if name in own})
+        Masked(model).load_state_dict(trained)  # its heads are the first ones of this seed, untrained
     return model.to(_device(params))
 
 

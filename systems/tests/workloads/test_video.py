@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 
@@ -132,30 +131,6 @@ def test_a_run_that_is_killed_within_a_fold_ends_as_its_stages_do_here(whole, tm
     expected, found = outputs(whole.run_dir), outputs(killed.path)
     assert {*found} == {*expected}
     assert [name for name in expected if found[name] != expected[name]] == []
-
-
-@pytest.mark.proves("S1-48")
-@pytest.mark.long
-def test_a_memoriser_wins_where_groups_are_split_and_not_where_they_are_whole():
-    """The nearest neighbour, on labels that groups were given at random."""
-    rng = np.random.default_rng(0)
-    groups = np.repeat(np.arange(60), 4)
-    classes = rng.permutation(60)[groups] % 2
-    pictures = rng.normal(size=(60, 8))[groups] + 0.01 * rng.normal(size=(240, 8))
-    accuracy = {}
-    for grouped in (True, False):
-        videos = pa.table({"item": [str(n) for n in range(240)], "class": classes, "group": groups})
-        context = _Context(videos)
-        data.create_kfold_splits(context, VideoParams(splits={"grouped": grouped}))
-        fold = context.saved["splits"]["fold"].to_numpy()
-        right = []
-        for number in range(1, 6):
-            train, valid = np.flatnonzero((fold != number) & (fold > 0)), np.flatnonzero(fold == number)
-            nearest = train[np.square(pictures[valid, None] - pictures[None, train]).sum(-1).argmin(1)]
-            right += (classes[nearest] == classes[valid]).tolist()
-        accuracy[grouped] = np.mean(right)
-    assert accuracy[False] > 0.95
-    assert 0.35 < accuracy[True] < 0.65
 
 
 class _Context:
