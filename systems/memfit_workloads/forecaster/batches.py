@@ -69,7 +69,7 @@ class DayBatches(GroupedDates[DayBatch]):
     ) -> None:
         self.panel, self._size = prepared.panel(), params.train.batch_size
         self._data = params.data
-        self._neighbours = prepared.path("neighbours") if params.graph.enabled else None
+        self._neighbours = prepared.path("neighbours")
         known = prepared.arrays("days")
         sectors = np.array(known["sectors"], np.int64)
         self._sectors = sectors if params.graph.sectors else np.full_like(sectors, -1)
@@ -136,8 +136,6 @@ class DayBatches(GroupedDates[DayBatch]):
 
     def _places(self, group: Sequence[DateBatch]) -> NDArray[np.int64]:
         """(N, K): the neighbours of each row as places among the assets of its day."""
-        if self._neighbours is None:
-            return np.empty((sum(len(one.asset_indices) for one in group), 0), np.int64)
         found = np.load(self._neighbours, mmap_mode="r")  # mapped anew, so that a copy of this holds no array
         parts = []
         for one in group:

@@ -42,10 +42,9 @@ def prepare(context: Context, params: ForecasterParams) -> dict[str, Any]:
     phase("graph")
     returns = panel.target(data.target(1))
     context.save("days", {"sectors": sectors_of(panel, data), "volatility": volatility_ranks(returns)})
-    if params.graph.enabled:
-        path = context.dir / "neighbours.npy"
-        write_neighbours(path, returns, params.graph.neighbours, params.graph.window)
-        context.save("neighbours", path)
+    path = context.dir / "neighbours.npy"
+    write_neighbours(path, returns, params.graph.neighbours, params.graph.window)
+    context.save("neighbours", path)
     return facts
 
 

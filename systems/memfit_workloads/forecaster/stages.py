@@ -154,8 +154,7 @@ def least_memory(params: ForecasterParams) -> int:
 
 
 def _sizes(params: ForecasterParams, features: int) -> dict[str, Any]:
-    sizes = {"num_features": features, "lookback": params.data.lookback, "num_horizons": len(params.data.horizons)}
-    return sizes | {"graph": params.graph.enabled}
+    return {"num_features": features, "lookback": params.data.lookback, "num_horizons": len(params.data.horizons)}
 
 
 def _new_model(params: ForecasterParams, features: int) -> Any:
@@ -166,10 +165,9 @@ def _check(params: ForecasterParams) -> None:
     """Refuse settings and a network that cannot be trained."""
     check(params)
     data, rows, features = params.data, own.ROWS, num_features(params.data)
-    near = params.graph.neighbours if params.graph.enabled else 0
     windows, row = (rows, data.lookback, features), ("int64", (rows,))
     inputs: dict[str, Any] = {"windows": ("float32", windows), "known": ("bool", windows)}
-    inputs |= {"days": row, "neighbours": ("int64", (rows, near)), "sectors": row}
+    inputs |= {"days": row, "neighbours": ("int64", (rows, params.graph.neighbours)), "sectors": row}
     own.try_out(params.model, lambda: _new_model(params, features), inputs, (rows, len(data.horizons)))
 
 

@@ -105,7 +105,7 @@ VIDEO = Workload(
             phases=("load", "train", "checkpoint", "validate"),
             probe=Probe(_loader, _step),
         ),
-        _stage("evaluate", scores.evaluate, "load_data", "fold", reads=("level", "@seed")),
+        _stage("evaluate", scores.evaluate, "load_data", "fold", reads=("@seed",)),
         Stage("notebook", notebook, reads=(*_FOLD_READS, "data", "splits")),
     ),
     choose=lambda params: (

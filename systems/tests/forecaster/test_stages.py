@@ -46,7 +46,7 @@ CHANGED = {
     "data.columns.date": "Date", "data.columns.asset": "Code",
     "data.close": "price", "data.volume": "shares", "data.sector": "kind",
     "splits.n_splits": 4, "splits.embargo_size": 6,
-    "graph.enabled": False, "graph.neighbours": 4, "graph.window": 50, "graph.sectors": False,
+    "graph.neighbours": 4, "graph.window": 50, "graph.sectors": False,
     "model.hidden_size": 128, "model.num_layers": 3, "model.num_heads": 8, "model.dropout": 0.2,
     "pretrain.num_epochs": 2, "pretrain.learning_rate": 0.01, "pretrain.hidden_share": 0.3,
     "train.num_epochs": 5, "train.batch_size": 1024, "train.optimizer": "adabelief", "train.schedule": "constant",

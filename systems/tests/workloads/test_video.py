@@ -305,6 +305,6 @@ def test_intervals_are_over_groups_and_metrics_are_those_of_scikit_learn():
     found = scores.metrics(classes, logits[:, None])
     assert found["auc"] == pytest.approx(roc_auc_score(classes, logits))
     assert found["loss"] == pytest.approx(log_loss(classes, 1 / (1 + np.exp(-logits))))
-    few = scores._judged(classes, logits[:, None], np.arange(200) // 20, 0.95, np.random.default_rng(0))["accuracy"]
-    many = scores._judged(classes, logits[:, None], np.arange(200), 0.95, np.random.default_rng(0))["accuracy"]
+    few = scores._judged(classes, logits[:, None], np.arange(200) // 20, np.random.default_rng(0))["accuracy"]
+    many = scores._judged(classes, logits[:, None], np.arange(200), np.random.default_rng(0))["accuracy"]
     assert few["low"] < few["value"] < few["high"] and many["low"] < many["value"] < many["high"]
