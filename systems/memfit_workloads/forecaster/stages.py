@@ -21,10 +21,10 @@ import pyarrow as pa
 from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.rundir import phase
 from memfit_workloads import finance, own
-from memfit_workloads.finance.batches import scores_of, step_of
+from memfit_workloads.finance.batches import scores_of
 from memfit_workloads.finance.panels import fingerprint, hold_out, num_features, scale_of
 from memfit_workloads.forecaster.batches import DayBatch, DayBatches
-from memfit_workloads.forecaster.data import check, check_steps, largest_day, prepare
+from memfit_workloads.forecaster.data import check, largest_day, prepare
 from memfit_workloads.forecaster.params import ForecasterParams
 from memfit_workloads.forecaster.scoring import evaluate, fold_figures, validation_figures
 
@@ -74,7 +74,6 @@ def pretrain(context: Context, params: ForecasterParams) -> dict[str, float]:
     loss = functools.partial(pretraining_loss, seed=context.seed, share=settings.hidden_share)
     with contextlib.closing(fold.fitted(params.train.num_workers)) as batches:
         num_steps = settings.num_epochs * len(batches)
-        check_steps(params, "pretrain", num_steps)
         trainer = _trainer(context, params, model, loss, settings.learning_rate, num_steps)
         result = trainer.fit(batches, fold.in_order(fold.valid_dates), num_epochs=settings.num_epochs)
     last = result.history[-1]
@@ -97,7 +96,6 @@ def train_fold(context: Context, params: ForecasterParams) -> dict[str, float]:
     model = _started_model(context, params, fold)
     with contextlib.closing(fold.fitted(params.train.num_workers)) as batches:
         num_steps = params.train.num_epochs * len(batches)
-        check_steps(params, "train", num_steps)
         trainer = _trainer(context, params, model, _loss(params), params.train.learning_rate, num_steps)
         result = trainer.fit(
             batches,
@@ -130,7 +128,7 @@ def training_step(context: Context, params: ForecasterParams) -> Callable[[DayBa
 
     settings, model = params.train, _started_model(context, params, Fold(context, params))
     optimizer = make_optimizer(settings.optimizer, model.parameters(), settings.learning_rate, settings.weight_decay)
-    return step_of(model, optimizer, _loss(params), settings.max_grad_norm)
+    return own.step_of(model, optimizer, _loss(params), settings.max_grad_norm)
 
 
 def least_memory(params: ForecasterParams) -> int:

@@ -59,17 +59,9 @@ def new_model(params: TrajectoryParams, vocabulary: Any) -> Any:
 
 def training_step(context: Context, params: TrajectoryParams) -> Callable[[Any], None]:
     """Return one step of a training, without what a trainer does around it."""
-    device = find_device("auto")
-    model = new_model(params, context["vocabulary"].arrays("vocabulary")["paths"]).to(device)
+    model = new_model(params, context["vocabulary"].arrays("vocabulary")["paths"]).to(find_device("auto"))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-
-    def step(batch: Any) -> None:
-        total, weight = scorer_loss(params.model, model, [one.to(device) for one in batch])
-        optimizer.zero_grad()
-        torch.autograd.backward(total / weight)
-        optimizer.step()
-
-    return step
+    return own.step_of(model, optimizer, functools.partial(scorer_loss, params.model))
 
 
 def scorer_loss(params: ModelParams, model: Any, batch: Any) -> tuple[torch.Tensor, int]:

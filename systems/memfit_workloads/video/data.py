@@ -222,7 +222,6 @@ def create_datasets(context: Context, params: VideoParams) -> dict[str, Any]:
         context.save("frames", path)
     else:
         record("uncached", text=f"all frames would take {format_bytes(num_bytes)}: each epoch decodes them anew")
-    context.save("recipe", recipe)
     return recipe
 
 
@@ -231,7 +230,7 @@ def create_loaders(context: Context, params: VideoParams) -> dict[str, Any]:
     recipe, asked = context["create_datasets"].result, params.loader
     num_workers = 0 if recipe["cached"] else asked.num_workers
     batch = asked.batch_size * int(np.prod(recipe["item_shape"]))
-    result = {
+    return {
         "batch_size": asked.batch_size,
         "num_workers_requested": asked.num_workers,
         "num_workers": num_workers,
@@ -239,8 +238,6 @@ def create_loaders(context: Context, params: VideoParams) -> dict[str, Any]:
         "ahead_bytes": 2 * num_workers * batch,  # a DataLoader's prefetch_factor is 2
         "seed": context.seed,
     }
-    context.save("recipe", result)
-    return result
 
 
 def paths_of(context: Context) -> Iterator[Path]:
