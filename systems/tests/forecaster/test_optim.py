@@ -72,31 +72,6 @@ def test_adamw_is_torchs_own_and_decays_decoupled():
     assert weight.tolist() == pytest.approx([0.999, -1.998])
 
 
-@pytest.mark.parametrize("name", ["adamw", "adabelief"])
-def test_an_optimizer_goes_on_from_its_state_bit_for_bit(name):
-    def train(weight, optimizer, steps):
-        for step in steps:
-            weight.grad = torch.sin(weight.detach() * (step + 1))
-            optimizer.step()
-
-    start = torch.linspace(-1, 1, 7)
-    whole = torch.nn.Parameter(start.clone())
-    optimizer = make_optimizer(name, [whole], 1e-2, 0.1)
-    train(whole, optimizer, range(8))
-    state, weight = optimizer.state_dict(), whole.detach().clone()
-    train(whole, optimizer, range(8, 16))
-    resumed = torch.nn.Parameter(start.clone())
-    again = make_optimizer(name, [resumed], 1e-2, 0.1)
-    train(resumed, again, range(8))
-    assert torch.equal(resumed.data, weight)
-    fresh = torch.nn.Parameter(weight.clone())
-    other = make_optimizer(name, [fresh], 1e-2, 0.1)
-    other.load_state_dict(again.state_dict())
-    train(fresh, other, range(8, 16))
-    assert torch.equal(fresh.data, whole.data)
-    assert state["param_groups"][0]["lr"] == 1e-2
-
-
 def trace(name, num_steps, *, rate=1.0, **settings):
     """The rates of each step of a run, and the one after it."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate)

@@ -1,6 +1,5 @@
 """The forecaster's stages: settings, training, pre-training, evaluation, and a run that is killed."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -202,33 +201,6 @@ def test_a_planted_signal_is_found_and_the_figures_are_those_of_the_saved_scores
 def fold_dates(here, fold):
     prepared = here.context("evaluate")["prepare"]
     return prepared.arrays("splits")[f"test_{fold.unit['fold']}"], prepared.panel()
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_scores_of_the_targets_themselves_are_called_implausible(trained, tmp_path):
-    here, folds, _ = trained
-    context = here.context("evaluate", folder=tmp_path / "evaluate")
-    cheats = []
-    for fold in folds:
-        table = fold.table("scores")
-        for horizon in (1, 4):
-            place = table.column_names.index(f"score_h{horizon}")
-            table = table.set_column(place, f"score_h{horizon}", table.column(f"target_h{horizon}"))
-        cheats.append(Cheat(fold.unit, table))
-    context.needs = {**context.needs, "fold": cheats}
-    found = stages.evaluate(context, here.params)
-    assert found["implausible"] is True
-    assert "a bug until proven otherwise" in found["why"] and found["report"][-1] == found["why"]
-
-
-@dataclasses.dataclass
-class Cheat:
-    unit: dict
-    scores: object
-
-    def table(self, name):
-        return self.scores
 
 
 def test_what_is_implausible_depends_on_where_the_returns_come_from():

@@ -180,21 +180,6 @@ def test_out_of_memory_at_three_steps_splits_the_batch_and_keeps_the_weights():
         assert torch.allclose(value, split[name], atol=1e-5), name
 
 
-def test_a_video_that_does_not_fit_alone_is_left_out_where_that_was_asked_for():
-    batches = [(torch.zeros(2, 4, 3, 16, 16, dtype=torch.uint8), torch.tensor([0.0, 1.0])) for _ in range(4)]
-    batches[2][0][0] = 255
-
-    def loss(model, batch):
-        if batch[0].max() == 255:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return training.loss(model, batch)
-
-    skip = training.SkipPolicy(1, max_share=1.0)
-    trainer = training.Trainer(ClipNet(4), loss=loss, split=training.BySample(), skip=skip)
-    result = trainer.fit(batches, num_epochs=1, preflight=False)
-    assert (result.history[0].num_steps, result.history[0].num_skipped) == (4, 1)
-
-
 @pytest.mark.proves("S1-05")
 def test_frames_that_are_not_cached_give_the_same_predictions_and_a_collection_follows_its_fold(
     whole, tmp_path, monkeypatch
