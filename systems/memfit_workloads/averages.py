@@ -170,8 +170,6 @@ def _mean(
         if integer_buffers == "equal":
             _same(name, values, paths)
         return values[-1].clone()
-    if len(values) == 1:
-        return first.clone()
     total = first.to(torch.complex128 if first.is_complex() else torch.float64, copy=True)
     for value in values[1:]:
         total += value.to(total.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,37 +84,27 @@ class DayBatches(GroupedDates[DayBatch]):
             transform=functools.partial(_standardize, *scale),
             **windows,
         )
+        self._borders: dict[int, list[int]] = {}
         super().__init__(loader)
-        self._cut()
 
     def borders(self) -> Sequence[int]:
-        return self._borders
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        self._days.set_epoch(epoch)
-        self._cut()
+        """Return at which days batches begin, and where the last one ends."""
+        epoch = self.state_dict()["epoch"]
+        if epoch not in self._borders:
+            self._days.set_epoch(epoch)
+            borders, rows = [0], 0
+            for place in range(len(self._days)):
+                size = len(self._days.cells(place))
+                if rows and rows + size > self._size:
+                    borders.append(place)
+                    rows = 0
+                rows += size
+            self._borders = {epoch: [*borders, len(self._days)]}
+        return self._borders[epoch]
 
     def longest(self) -> DayBatch:
         """As many of the largest day as a batch has: no batch takes more memory."""
         return self.repeated(max(1, self._size // len(self._loader.longest().asset_indices)))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where another one stood."""
-        super().load_state_dict(state)
-        self._days.set_epoch(state["epoch"])
-        self._cut()
-
-    def _cut(self) -> None:
-        """Find at which days batches begin, and where the last one ends."""
-        borders, rows = [0], 0
-        for place in range(len(self._days)):
-            size = len(self._days.cells(place))
-            if rows and rows + size > self._size:
-                borders.append(place)
-                rows = 0
-            rows += size
-        self._borders = [*borders, len(self._days)]
 
     def joined(self, group: Sequence[DateBatch]) -> DayBatch:
         """Return several days as one batch."""

@@ -41,13 +41,6 @@ def test_one_to_six_layers_of_one_width_run_forward_and_backward(num_layers):
     assert all(layer.narrow.weight.grad.abs().max() > 0 for layer in model.layers)
 
 
-def test_numpy_arrays_give_the_scores_of_tensors():
-    batch = make_days([4, 6])
-    arrays = replace(batch, **{name: value.numpy() for name, value in vars(batch).items()})
-    model = forecaster()
-    assert torch.equal(model(arrays), model(batch))
-
-
 @pytest.mark.slow
 def test_graph_attention_is_transformer_conv_of_torch_geometric_for_each_kind_of_edges():
     nn = pytest.importorskip("torch_geometric.nn")
@@ -214,15 +207,6 @@ def test_in_evaluation_what_is_hidden_depends_on_the_seed_and_the_day_alone():
     torch.testing.assert_close(whole[0], parts[0][0] + parts[1][0], rtol=1e-12, atol=0)
     assert whole[1] == parts[0][1] + parts[1][1]
     assert pretraining_loss(model, batch, seed=2)[0] != whole[0]
-
-
-def test_a_pretraining_step_over_arrays_may_be_split_between_days():
-    batch, model = make_days([6, 9, 4]), Masked(forecaster()).double().train()
-    arrays = replace(batch, **{name: value.numpy() for name, value in vars(batch).items()})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = SafeStep(model, optimizer, pretraining_loss, split=ByGroup(lambda one: one.days), microbatch_size=1)
-    outcome = step(arrays)
-    assert outcome.num_microbatches == 3 and outcome.weight > 0
 
 
 @pytest.mark.slow
