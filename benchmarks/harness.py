@@ -44,7 +44,6 @@ ROOMS = {
     "estimate": ("src/memfit/estimation", "Estimating"),
     "diagnosis": ("src/memfit/diagnosis", "Diagnosis"),
     "gpu": ("src/memfit", "GPU"),
-    "ranker": ("systems/memfit_workloads/ranker", "Ranker"),
     "forecaster": ("systems/memfit_workloads/forecaster", "Forecaster"),
     "video": ("systems/memfit_workloads/video", "Video classifier"),
     "recipes": ("systems/memfit_workloads/recipes", "Recipes"),

@@ -62,16 +62,10 @@ def average_checkpoints(
     for path, state in zip(paths[1:], states[1:], strict=True):
         _check_names(paths[0], states[0], path, state)
     averaged: dict[str, Any] = {}
-    done: dict[tuple[Any, ...], torch.Tensor] = {}
     for name in states[0]:
         values = [state[name] for state in states]
-        if not all(isinstance(value, torch.Tensor) for value in values):
-            averaged[name] = _same(name, values, paths)
-            continue
-        place = tuple((one.data_ptr(), one.dtype, one.shape, one.stride()) for one in values)
-        if place not in done:  # weights that are tied in all inputs stay tied
-            done[place] = _mean(name, values, paths, integer_buffers)
-        averaged[name] = done[place]
+        is_tensor = all(isinstance(value, torch.Tensor) for value in values)
+        averaged[name] = _mean(name, values, paths, integer_buffers) if is_tensor else _same(name, values, paths)
     is_one = len({source.fit for source in sources}) == 1
     state = {
         "model": averaged,
@@ -176,8 +170,6 @@ def _mean(
         if integer_buffers == "equal":
             _same(name, values, paths)
         return values[-1].clone()
-    if len(values) == 1:
-        return first.clone()
     total = first.to(torch.complex128 if first.is_complex() else torch.float64, copy=True)
     for value in values[1:]:
         total += value.to(total.dtype)

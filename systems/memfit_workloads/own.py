@@ -22,6 +22,7 @@ from memfit.pipeline import fingerprint_files
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
 Target = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$", description="the class of the network, as module:Class")]
 #: So many rows has a batch that a network is tried on.
@@ -82,6 +83,26 @@ def call(model: nn.Module, names: Sequence[str], find: Callable[[str], Any]) -> 
     given = {name: find(name) for name in names if name in _named(kind.forward)}
     answer: Tensor = model(**given) if given else model(find(names[0]))
     return answer
+
+
+def step_of(
+    model: nn.Module, optimizer: Optimizer, loss: Callable[..., Any], max_grad_norm: float | None = None
+) -> Callable[[Any], None]:
+    """Return one training step on a batch, without what a trainer does around it."""
+    import torch
+
+    device = next(model.parameters()).device
+    model.train()
+
+    def step(batch: Any) -> None:
+        total, weight = loss(model, [one.to(device) for one in batch] if isinstance(batch, list | tuple) else batch)
+        optimizer.zero_grad()
+        torch.autograd.backward(total / weight)
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+
+    return step
 
 
 @functools.cache

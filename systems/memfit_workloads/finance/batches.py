@@ -127,21 +127,3 @@ def scores_of(
             parts.append((dates, assets, found.float().cpu().numpy()))
     date, asset, score = (np.concatenate(one) for one in zip(*parts, strict=True))
     return table_of(panel, data, date, asset, score)
-
-
-def step_of(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Any], max_grad_norm: float
-) -> Callable[[Any], None]:
-    """Return one training step on a batch, without what a trainer does around it."""
-    import torch
-
-    model.train()
-
-    def step(batch: Any) -> None:
-        total, weight = loss(model, batch)
-        optimizer.zero_grad()
-        torch.autograd.backward(total / weight)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-        optimizer.step()
-
-    return step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ class DayBatches(GroupedDates[DayBatch]):
     ) -> None:
         self.panel, self._size = prepared.panel(), params.train.batch_size
         self._data = params.data
-        self._neighbours = prepared.path("neighbours") if params.graph.enabled else None
+        self._neighbours = prepared.path("neighbours")
         known = prepared.arrays("days")
         sectors = np.array(known["sectors"], np.int64)
         self._sectors = sectors if params.graph.sectors else np.full_like(sectors, -1)
@@ -84,37 +84,27 @@ class DayBatches(GroupedDates[DayBatch]):
             transform=functools.partial(_standardize, *scale),
             **windows,
         )
+        self._borders: dict[int, list[int]] = {}
         super().__init__(loader)
-        self._cut()
 
     def borders(self) -> Sequence[int]:
-        return self._borders
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        self._days.set_epoch(epoch)
-        self._cut()
+        """Return at which days batches begin, and where the last one ends."""
+        epoch = self.state_dict()["epoch"]
+        if epoch not in self._borders:
+            self._days.set_epoch(epoch)
+            borders, rows = [0], 0
+            for place in range(len(self._days)):
+                size = len(self._days.cells(place))
+                if rows and rows + size > self._size:
+                    borders.append(place)
+                    rows = 0
+                rows += size
+            self._borders = {epoch: [*borders, len(self._days)]}
+        return self._borders[epoch]
 
     def longest(self) -> DayBatch:
         """As many of the largest day as a batch has: no batch takes more memory."""
         return self.repeated(max(1, self._size // len(self._loader.longest().asset_indices)))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where another one stood."""
-        super().load_state_dict(state)
-        self._days.set_epoch(state["epoch"])
-        self._cut()
-
-    def _cut(self) -> None:
-        """Find at which days batches begin, and where the last one ends."""
-        borders, rows = [0], 0
-        for place in range(len(self._days)):
-            size = len(self._days.cells(place))
-            if rows and rows + size > self._size:
-                borders.append(place)
-                rows = 0
-            rows += size
-        self._borders = [*borders, len(self._days)]
 
     def joined(self, group: Sequence[DateBatch]) -> DayBatch:
         """Return several days as one batch."""
@@ -136,8 +126,6 @@ class DayBatches(GroupedDates[DayBatch]):
 
     def _places(self, group: Sequence[DateBatch]) -> NDArray[np.int64]:
         """(N, K): the neighbours of each row as places among the assets of its day."""
-        if self._neighbours is None:
-            return np.empty((sum(len(one.asset_indices) for one in group), 0), np.int64)
         found = np.load(self._neighbours, mmap_mode="r")  # mapped anew, so that a copy of this holds no array
         parts = []
         for one in group:

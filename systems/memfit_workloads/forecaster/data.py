@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import importlib.util
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +42,9 @@ def prepare(context: Context, params: ForecasterParams) -> dict[str, Any]:
     phase("graph")
     returns = panel.target(data.target(1))
     context.save("days", {"sectors": sectors_of(panel, data), "volatility": volatility_ranks(returns)})
-    if params.graph.enabled:
-        path = context.dir / "neighbours.npy"
-        write_neighbours(path, returns, params.graph.neighbours, params.graph.window)
-        context.save("neighbours", path)
+    path = context.dir / "neighbours.npy"
+    write_neighbours(path, returns, params.graph.neighbours, params.graph.window)
+    context.save("neighbours", path)
     return facts
 
 
@@ -137,15 +136,11 @@ def check(params: ForecasterParams) -> None:
     check_data(data)
     num_days = check_folds(data, _splitter(params), train.valid_share)
     days_at_once = max(1, train.batch_size // largest_day(data))
-    for section in ("pretrain", "train"):
-        check_steps(params, section, -(-num_days // days_at_once) * getattr(params, section).num_epochs)
+    for section in ("pretrain", "train") if train.schedule == "warm_restarts" else ():
+        if num_epochs := getattr(params, section).num_epochs:
+            key = "--set params.train.cycles"
+            more = f"train for more steps: --set params.{section}.num_epochs=..., or a smaller params.train.batch_size"
+            num_steps = -(-num_days // days_at_once) * num_epochs
+            check_cycles(train.cycles, num_steps, train.warmup_share, setting=key, more=more)
     if train.optimizer == "adabelief" and importlib.util.find_spec("pytorch_optimizer") is None:
         raise MissingExtraError.of("pytorch_optimizer", "forecaster", "the optimizer adabelief", "memfit-systems")
-
-
-def check_steps(params: ForecasterParams, section: Literal["pretrain", "train"], num_steps: int) -> None:
-    """Refuse warm restarts that do not fit a training's steps; without a pre-training there is nothing to refuse."""
-    train, key = params.train, "--set params.train.cycles"
-    if train.schedule == "warm_restarts" and getattr(params, section).num_epochs:
-        more = f"train for more steps: --set params.{section}.num_epochs=..., or a smaller params.train.batch_size"
-        check_cycles(train.cycles, num_steps, train.warmup_share, setting=key, more=more)

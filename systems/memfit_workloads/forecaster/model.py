@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -113,23 +112,21 @@ class GraphAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention along the graph, if there is one, then a layer for each row; both normalise first and add."""
+    """Attention along the graph, then a layer for each row; both normalise first and add."""
 
-    def __init__(self, width: int, num_heads: int, dropout: float, graph: bool) -> None:
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        if graph:
-            self.norm_attention = nn.LayerNorm(width)
-            self.attention = GraphAttention(width, num_heads)
-            self.join = nn.Linear(width, width)
+        self.norm_attention = nn.LayerNorm(width)
+        self.attention = GraphAttention(width, num_heads)
+        self.join = nn.Linear(width, width)
         self.norm_layer = nn.LayerNorm(width)
         self.widen = nn.Linear(width, 2 * width)
         self.narrow = nn.Linear(2 * width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, z_ND: torch.Tensor, lists: Lists, masks_2G1AA: torch.Tensor | None) -> torch.Tensor:
-        if masks_2G1AA is not None:
-            mixed_ND = self.attention(self.norm_attention(z_ND), lists, masks_2G1AA)
-            z_ND = z_ND + self.dropout(self.join(mixed_ND))
+    def forward(self, z_ND: torch.Tensor, lists: Lists, masks_2G1AA: torch.Tensor) -> torch.Tensor:
+        mixed_ND = self.attention(self.norm_attention(z_ND), lists, masks_2G1AA)
+        z_ND = z_ND + self.dropout(self.join(mixed_ND))
         wide_N2D = functional.gelu(self.widen(self.norm_layer(z_ND)))
         out_ND: torch.Tensor = z_ND + self.dropout(self.narrow(wide_N2D))
         return out_ND
@@ -138,12 +135,12 @@ class Block(nn.Module):
 class Forecaster(nn.Module):
     """A score for each asset and horizon: the higher, the better its return is expected to be against the others.
 
-    Widths and heads of all layers come from ``hidden_size``, a multiple of ``num_heads``. With a graph half of the
-    heads follows each kind of edges; without it the layers are plain ones of the same widths. Batches may be split
-    between days: no layer takes statistics over rows, and attention stays within a day.
+    Widths and heads of all layers come from ``hidden_size``, a multiple of ``num_heads``, of which half follows each
+    kind of edges. Batches may be split between days: no layer takes statistics over rows, and attention stays within a
+    day.
     """
 
-    def __init__(  # noqa: PLR0913 - one each for the sizes of a network
+    def __init__(
         self,
         num_features: int,
         lookback: int,
@@ -153,17 +150,15 @@ class Forecaster(nn.Module):
         num_layers: int,
         num_heads: int = 4,
         dropout: float,
-        graph: bool = True,
     ) -> None:
         super().__init__()
         self.selection = VariableSelection(num_features, hidden_size)
         self.trunk = TemporalPool(lookback, hidden_size, num_heads, dropout)
-        self.layers = nn.ModuleList(Block(hidden_size, num_heads, dropout, graph) for _ in range(num_layers))
+        self.layers = nn.ModuleList(Block(hidden_size, num_heads, dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(hidden_size)
         self.heads = nn.Linear(hidden_size, num_horizons)
         nn.init.normal_(self.heads.weight, std=_HEADS_SD)
         nn.init.zeros_(self.heads.bias)
-        self.graph = graph
 
     def forward(self, batch: Any) -> torch.Tensor:
         """Return the scores (N, Z) of a batch of whole days, whose fields are arrays or tensors."""
@@ -175,20 +170,12 @@ class Forecaster(nn.Module):
         like = self.heads.weight
         x_NLF, known_NLF = on_device(batch.windows, like).to(like.dtype), on_device(batch.known, like)
         lists = Lists(torch.as_tensor(batch.days), like.device)
-        masks_2G1AA = self._masks(batch, lists, like) if self.graph else None
+        masks_2G1AA = self._masks(batch, lists, like)
         z_ND = self.trunk(self.selection(x_NLF, known_NLF), known_NLF)
         for layer in self.layers:
             z_ND = layer(z_ND, lists, masks_2G1AA)
         encoded_ND: torch.Tensor = self.norm(z_ND)
         return encoded_ND
-
-    def encoder_state(self) -> dict[str, torch.Tensor]:
-        """Return the weights of everything but the heads, for another forecaster of the same sizes."""
-        return {name: value for name, value in self.state_dict().items() if not name.startswith("heads.")}
-
-    def load_encoder_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over the weights that ``encoder_state`` of a network with the same sizes gave."""
-        self.load_state_dict({**self.state_dict(), **state})
 
     def _masks(self, batch: Any, lists: Lists, like: torch.Tensor) -> torch.Tensor:
         """Return 0 for an edge and minus infinity for none: one storage, in the dtype of attention, for all layers."""
@@ -287,7 +274,6 @@ def memory_bytes(rows: int, largest_day: int, **sizes: Any) -> int:
     lookback, width = model.trunk.position_LD.shape
     num_features = model.selection.norm.normalized_shape[0]
     per_date = 10 * num_features + 6 * width
-    per_layer = 13 * width if model.graph else 7 * width
-    per_row = lookback * per_date + 4 * width + len(model.layers) * per_layer
-    per_mask = 2 * -(-rows // largest_day) * largest_day**2 if model.graph else 0
+    per_row = lookback * per_date + 4 * width + len(model.layers) * 13 * width
+    per_mask = 2 * -(-rows // largest_day) * largest_day**2
     return 4 * (4 * num_weights + rows * per_row + per_mask)

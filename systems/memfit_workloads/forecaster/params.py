@@ -21,7 +21,6 @@ class SplitParams(config.Settings):
 class GraphParams(config.Settings):
     """The graph of a day, made of what was known on it."""
 
-    enabled: bool = Field(True, description="false: the layers are plain ones of the same widths")
     neighbours: int = Field(5, ge=1, description="most correlated assets that an asset is joined with")
     window: int = Field(60, ge=3, description="dates of returns that the correlations are taken over")
     sectors: bool = Field(True, description="join assets of one sector as well")
@@ -99,7 +98,7 @@ class ForecasterParams(config.Settings):
             return self
         if width % heads:
             raise ValueError(f"model.hidden_size ({width}) must be a multiple of model.num_heads ({heads})")
-        if self.graph.enabled and heads % 2:
+        if heads % 2:
             raise ValueError(
                 f"model.num_heads ({heads}) must be even: half of the heads follows correlations, half sectors"
             )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from memfit.errors import UsageError
 from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.rundir import phase
 from memfit_workloads import finance, own
-from memfit_workloads.finance.batches import scores_of, step_of
+from memfit_workloads.finance.batches import scores_of
 from memfit_workloads.finance.panels import fingerprint, hold_out, num_features, scale_of
 from memfit_workloads.forecaster.batches import DayBatch, DayBatches
-from memfit_workloads.forecaster.data import check, check_steps, largest_day, prepare
+from memfit_workloads.forecaster.data import check, largest_day, prepare
 from memfit_workloads.forecaster.params import ForecasterParams
 from memfit_workloads.forecaster.scoring import evaluate, fold_figures, validation_figures
 
@@ -76,7 +74,6 @@ def pretrain(context: Context, params: ForecasterParams) -> dict[str, float]:
     loss = functools.partial(pretraining_loss, seed=context.seed, share=settings.hidden_share)
     with contextlib.closing(fold.fitted(params.train.num_workers)) as batches:
         num_steps = settings.num_epochs * len(batches)
-        check_steps(params, "pretrain", num_steps)
         trainer = _trainer(context, params, model, loss, settings.learning_rate, num_steps)
         result = trainer.fit(batches, fold.in_order(fold.valid_dates), num_epochs=settings.num_epochs)
     last = result.history[-1]
@@ -99,9 +96,7 @@ def train_fold(context: Context, params: ForecasterParams) -> dict[str, float]:
     model = _started_model(context, params, fold)
     with contextlib.closing(fold.fitted(params.train.num_workers)) as batches:
         num_steps = params.train.num_epochs * len(batches)
-        check_steps(params, "train", num_steps)
         trainer = _trainer(context, params, model, _loss(params), params.train.learning_rate, num_steps)
-        check_effective(trainer, params)
         result = trainer.fit(
             batches,
             fold.in_order(fold.valid_dates),
@@ -122,31 +117,6 @@ def train_fold(context: Context, params: ForecasterParams) -> dict[str, float]:
     return found | (result.history[epoch - 1].metrics or {})
 
 
-def check_effective(trainer: Trainer, params: ForecasterParams) -> None:
-    """Refuse a training whose parts are not those that the settings ask for."""
-    import torch
-
-    settings, loss = params.train, getattr(trainer.step.loss, "loss", trainer.step.loss)
-    (group,), threads = trainer.optimizer.param_groups, os.environ.get("OMP_NUM_THREADS", "")
-    pairs = {
-        "optimizer": (settings.optimizer, type(trainer.optimizer).__name__.lower()),
-        "learning_rate": (settings.learning_rate, group["initial_lr"]),
-        "weight_decay": (settings.weight_decay, group["weight_decay"]),
-        "schedule": (settings.schedule, getattr(trainer.schedule, "shape", None)),
-        "horizon_weights": (params.horizon_weights, getattr(loss, "horizon_weights", None)),
-        "rank_weight": (settings.rank_weight, getattr(loss, "rank_weight", None)),
-        "rank_temperature": (settings.rank_temperature, getattr(loss, "rank_temperature", None)),
-        "threads": (int(threads) if threads.isdigit() else torch.get_num_threads(), torch.get_num_threads()),
-    }
-    for name, (asked, held) in pairs.items():
-        if asked != held:
-            raise UsageError(
-                f"the settings ask for {name} {asked}, and the training has {held}.",
-                rule="a setting that does not reach the training would change nothing, and nobody would see it.",
-                remedy=f"set {name} as the training has it, or mend the code that makes it of the settings",
-            )
-
-
 def loader(context: Context, params: ForecasterParams, num_workers: int) -> DayBatches:
     """The batches that a fold trains on, made ahead by so many threads."""
     return Fold(context, params).fitted(num_workers)
@@ -158,7 +128,7 @@ def training_step(context: Context, params: ForecasterParams) -> Callable[[DayBa
 
     settings, model = params.train, _started_model(context, params, Fold(context, params))
     optimizer = make_optimizer(settings.optimizer, model.parameters(), settings.learning_rate, settings.weight_decay)
-    return step_of(model, optimizer, _loss(params), settings.max_grad_norm)
+    return own.step_of(model, optimizer, _loss(params), settings.max_grad_norm)
 
 
 def least_memory(params: ForecasterParams) -> int:
@@ -182,8 +152,7 @@ def least_memory(params: ForecasterParams) -> int:
 
 
 def _sizes(params: ForecasterParams, features: int) -> dict[str, Any]:
-    sizes = {"num_features": features, "lookback": params.data.lookback, "num_horizons": len(params.data.horizons)}
-    return sizes | {"graph": params.graph.enabled}
+    return {"num_features": features, "lookback": params.data.lookback, "num_horizons": len(params.data.horizons)}
 
 
 def _new_model(params: ForecasterParams, features: int) -> Any:
@@ -194,23 +163,22 @@ def _check(params: ForecasterParams) -> None:
     """Refuse settings and a network that cannot be trained."""
     check(params)
     data, rows, features = params.data, own.ROWS, num_features(params.data)
-    near = params.graph.neighbours if params.graph.enabled else 0
     windows, row = (rows, data.lookback, features), ("int64", (rows,))
     inputs: dict[str, Any] = {"windows": ("float32", windows), "known": ("bool", windows)}
-    inputs |= {"days": row, "neighbours": ("int64", (rows, near)), "sectors": row}
+    inputs |= {"days": row, "neighbours": ("int64", (rows, params.graph.neighbours)), "sectors": row}
     own.try_out(params.model, lambda: _new_model(params, features), inputs, (rows, len(data.horizons)))
 
 
 def _started_model(context: Context, params: ForecasterParams, fold: Fold) -> Any:
     """A new forecaster, with the weights of the encoder where there was a pre-training."""
     from memfit.training import load_checkpoint, seed_everything
+    from memfit_workloads.forecaster.model import Masked
 
     seed_everything(context.seed)
     model = _new_model(params, len(fold.panel.feature_names))
     if "pretrain" in context.needs:
         trained = load_checkpoint(context["pretrain"].path("latest"))["model"]
-        own = {f"forecaster.{name}": name for name in model.encoder_state()}
-        model.load_encoder_state({own[name]: value for name, value in trained.items() if name in own})
+        Masked(model).load_state_dict(trained)  # its heads are the first ones of this seed, untrained
     return model.to(_device(params))
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +52,6 @@ class ListBatches(GroupedDates[ListBatch]):
         self._tau_days = params.train.tau_days
         self._num_pairs = params.train.pairs_per_asset if params.train.loss.ranknet else 0
         self._seed = seed
-        self._epoch = 0
         loader = Loader(
             panel,
             dates,
@@ -61,7 +59,6 @@ class ListBatches(GroupedDates[ListBatch]):
             target=None,
             shuffle=seed,
             min_assets=2,
-            max_assets=params.train.max_assets,
             num_workers=num_workers,
         )
         super().__init__(loader)
@@ -70,17 +67,9 @@ class ListBatches(GroupedDates[ListBatch]):
         """Return at which lists of the epoch batches begin, and where the last one ends."""
         return [*range(0, len(self._loader), self._size), len(self._loader)]
 
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-        super().set_epoch(epoch)
-
     def longest(self) -> ListBatch:
         """As many of the longest list as a batch has: no batch takes more memory."""
         return self.repeated(self._size)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._epoch = state["epoch"]
 
     def joined(self, group: Sequence[DateBatch]) -> ListBatch:
         """Return the lists of several dates as one batch."""
@@ -113,7 +102,7 @@ class ListBatches(GroupedDates[ListBatch]):
             steps = np.zeros((size, self._num_pairs), np.int64)
             steps[:, : size - 1] = np.arange(1, size)
         else:
-            key = [self._seed, self._epoch, one.date_index, int(one.asset_indices[0])]
+            key = [self._seed, self.state_dict()["epoch"], one.date_index, int(one.asset_indices[0])]
             steps = np.random.default_rng(key).integers(1, size, (size, self._num_pairs))
         partners: NDArray[np.int64] = (np.arange(size)[:, None] + steps) % size
         return partners

@@ -61,4 +61,4 @@ def splitter(params: RankerParams) -> Splitter:
     shared: dict[str, Any] = {"purged_size": reach, "embargo_size": settings.embargo_size}
     if settings.kind == "walk_forward":
         return WalkForward(settings.n_splits, train_size=settings.train_size, **shared)
-    return PurgedKFold(settings.n_splits, lookback_size=settings.lookback_size, **shared)
+    return PurgedKFold(settings.n_splits, **shared)

@@ -11,11 +11,6 @@ from memfit_workloads.finance import JudgeSettings
 from memfit_workloads.finance.panels import Count, DataParams, Weight, refuse_others
 from memfit_workloads.own import Network, Target
 
-_OF_KIND = {
-    "purged": ("lookback_size",),
-    "walk_forward": ("train_size", "warm_start"),
-}
-
 
 class SplitParams(config.Settings):
     """How dates become folds; labels are purged by the longest horizon in any case."""
@@ -23,7 +18,6 @@ class SplitParams(config.Settings):
     kind: Literal["purged", "walk_forward"] = "purged"
     n_splits: int = Field(5, ge=2, description="folds")
     embargo_size: int = Field(5, ge=0, description="dates dropped after a test block's labels; walk_forward: before it")
-    lookback_size: int = Field(0, ge=0, description="purged: dates of feature overlap to drop as well")
     train_size: int | None = Field(None, ge=1, description="walk_forward: the most dates to train on, None for all")
     warm_start: bool = Field(False, description="walk_forward: begin a fold with the weights of the one before")
 
@@ -39,7 +33,7 @@ class SplitParams(config.Settings):
                 "warm_start needs train_size: null: the weights know dates that train_size leaves behind, and a model "
                 "must name all dates it was trained on"
             )
-        refuse_others(self, "kind", _OF_KIND)
+        refuse_others(self, "kind", {"walk_forward": ("train_size", "warm_start")})
         return self
 
 
@@ -84,9 +78,6 @@ class TrainParams(config.Settings):
     final_share: float = Field(0.05, ge=0, lt=1, description="of the highest step size, what the cosine ends at")
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are cut to this norm")
-    max_assets: int | None = Field(
-        None, ge=3, description="dates with more assets are cut into lists of at most so many"
-    )
     num_workers: int = Field(0, ge=0, description="threads that make batches ahead")
     loss: LossParams = LossParams()
     pairs_per_asset: int = Field(8, ge=1, description="pairs of the RankNet loss that an asset is drawn into")

@@ -10,7 +10,7 @@ that the fold neither trained on nor overlapped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,10 @@ from memfit.data import Panel
 from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.rundir import phase
 from memfit_workloads import finance, own
-from memfit_workloads.finance.batches import step_of
 from memfit_workloads.finance.panels import fingerprint, hold_out, market, num_features, scale_of
 from memfit_workloads.ranker.batches import INPUTS, ListBatch, ListBatches
 from memfit_workloads.ranker.data import check, check_judging, prepare
-from memfit_workloads.ranker.params import RankerParams, TrainParams
+from memfit_workloads.ranker.params import RankerParams
 from memfit_workloads.ranker.scoring import fold_metrics, lists_to_score, score_table, validation_metrics
 
 if TYPE_CHECKING:
@@ -38,14 +37,16 @@ if TYPE_CHECKING:
 
 def train_fold(context: Context, params: RankerParams) -> dict[str, float]:
     """Train one fold, score its test dates, and save the scores as a table."""
-    from memfit.training import checkpoint_path
+    from memfit.training import checkpoint_path, load_checkpoint
 
     phase("load")
     panel, train_dates, test_dates = finance.fold_of(context)
     fit_dates, valid_dates = hold_out(train_dates, params.train.valid_share, max(params.data.labels))
-    model, ema, result = _fit(context, params, fit_dates, valid_dates)
+    model, average, result = _fit(context, params, fit_dates, valid_dates)
     phase("validate")
-    with _scored(model, ema, context.dir, params.train):
+    if params.train.scored == "best":
+        model.load_state_dict(load_checkpoint(context.dir / "best")["model"])
+    with _averaged(model, average):
         scores = score_table(model, panel, lists_to_score(panel, test_dates, params), params)
     context.save("scores", scores)
     for path in sorted([*context.dir.glob("*.pt"), *context.dir.glob("best"), context.dir / "latest"]):
@@ -60,7 +61,7 @@ def train_fold(context: Context, params: RankerParams) -> dict[str, float]:
 def _fit(
     context: Context, params: RankerParams, fit_dates: npt.NDArray[np.int64], valid_dates: npt.NDArray[np.int64]
 ) -> tuple[torch.nn.Module, Ema | None, FitResult]:
-    """The model with the weights of its last epoch, and their average."""
+    """The model with the weights of its last epoch, and their average if that is scored."""
     from memfit.training import ByGroup, Ema, Trainer
     from memfit_workloads.finance.schedules import make_schedule
 
@@ -69,9 +70,10 @@ def _fit(
     batches = ListBatches(panel, fit_dates, params, seed=context.seed, num_workers=settings.num_workers)
     averaged = settings.ema_decay is not None and (settings.ema_epochs or settings.scored == "ema")
     ema = Ema(settings.ema_decay or 0.0) if averaged else None
+    scored = ema if settings.scored == "ema" else None
 
     def evaluate(model: torch.nn.Module, lists: Any) -> dict[str, float]:
-        with ema.applied(model) if ema is not None and settings.scored == "ema" else contextlib.nullcontext():
+        with _averaged(model, scored):
             return validation_metrics(score_table(model, panel, lists, params), params)
 
     num_steps, shares = settings.num_epochs * len(batches), (settings.final_share, settings.warmup_share)
@@ -101,18 +103,12 @@ def _fit(
             direction="maximize",
             patience=settings.patience,
         )
-    return model, ema, result
+    return model, scored, result
 
 
-@contextlib.contextmanager
-def _scored(model: torch.nn.Module, ema: Ema | None, folder: Path, settings: TrainParams) -> Iterator[None]:
-    """Inside, the model has the weights that the test dates are scored with."""
-    from memfit.training import load_checkpoint
-
-    if settings.scored == "best":
-        model.load_state_dict(load_checkpoint(folder / "best")["model"])
-    with ema.applied(model) if ema is not None and settings.scored == "ema" else contextlib.nullcontext():
-        yield
+def _averaged(model: torch.nn.Module, average: Ema | None) -> contextlib.AbstractContextManager[Any]:
+    """Inside, the model has the averaged weights, if there are any."""
+    return contextlib.nullcontext() if average is None else average.applied(model)
 
 
 def score(panel: Panel, dates: npt.NDArray[np.int64], checkpoint: Path, params: RankerParams) -> pa.Table:
@@ -137,7 +133,7 @@ def training_step(context: Context, params: RankerParams) -> Callable[[ListBatch
     """One step of a fold's training on a batch, without what a trainer does around it."""
     panel, train_dates, _ = finance.fold_of(context)
     model, optimizer = _model(context, panel, params, train_dates)
-    return step_of(model, optimizer, _loss(params), params.train.max_grad_norm)
+    return own.step_of(model, optimizer, _loss(params), params.train.max_grad_norm)
 
 
 def _loss(params: RankerParams) -> RankerLoss:

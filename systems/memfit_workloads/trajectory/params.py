@@ -92,4 +92,3 @@ class TrajectoryParams(config.Settings):
     dataloader: Part[LoaderParams] = Part(params=LoaderParams())
     trainer: Part[TrainerParams] = Part(params=TrainerParams())
     seeds: int = Field(3, ge=1, description="trainings, from other first weights and in another order each")
-    level: float = Field(0.95, gt=0, lt=1, description="level of the intervals")

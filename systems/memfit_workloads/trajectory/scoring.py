@@ -26,7 +26,7 @@ _MISS_METRES = 2.0
 _TURN_STEPS, _TURN_KEPT, _GAIN_KEPT = 3, 0.8, 0.9
 #: Every so many positions are looked at for collisions, roads and comfort.
 _EVERY = 2
-_NUM_RESAMPLES = 1000
+_NUM_RESAMPLES, _LEVEL = 1000, 0.95
 _MOST_FOR_CLUSTERS = 50_000
 METRICS = ("minADE1", "minFDE1", "minADE6", "minFDE6", "miss6", "collision", "off_road")
 
@@ -175,11 +175,11 @@ def report(context: Context, params: TrajectoryParams) -> dict[str, Any]:
         if not len(blocks):
             continue
         means = {name: dict(zip(METRICS, one.mean((0, 1)).tolist(), strict=True)) for name, one in judged.items()}
-        gains = {name: interval(judged["model"] - judged[name], blocks, params.level, draws[name]) for name in draws}
+        gains = {name: interval(judged["model"] - judged[name], blocks, draws[name]) for name in draws}
         found[split] = {"metrics": means, "less_than_baseline": gains, "num_scenes": len(blocks)}
     context.save("metrics", found)
     flat = {f"{split}_{name}": one["metrics"]["model"][name] for split, one in found.items() for name in METRICS[:5]}
-    return flat | {"report": [line for split, one in found.items() for line in _lines(split, one, params.level)]}
+    return flat | {"report": [line for split, one in found.items() for line in _lines(split, one)]}
 
 
 def _judge_split(context: Context, split: str, paths: Floats) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
@@ -203,7 +203,7 @@ def _judge_split(context: Context, split: str, paths: Floats) -> tuple[dict[str,
     return {name: np.concatenate(each, axis=1) for name, each in parts.items()}, np.concatenate(blocks)
 
 
-def interval(differences: Floats, blocks: npt.NDArray[Any], level: float, rng: np.random.Generator) -> dict[str, Any]:
+def interval(differences: Floats, blocks: npt.NDArray[Any], rng: np.random.Generator) -> dict[str, Any]:
     """Return mean, low and high of each metric, of differences (seeds, S, 7): a bootstrap over seeds and blocks."""
     _, group = np.unique(blocks, return_inverse=True)
     counts = np.bincount(group)
@@ -212,11 +212,11 @@ def interval(differences: Floats, blocks: npt.NDArray[Any], level: float, rng: n
     for _ in range(_NUM_RESAMPLES):
         seeds, picked = (rng.integers(number, size=number) for number in sums.shape[:2])
         means.append(sums[seeds][:, picked].sum(1).mean(0) / counts[picked].sum())
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    low, high = np.quantile(means, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], axis=0)
     return dict(zip(METRICS, np.stack([differences.mean((0, 1)), low, high], axis=1).tolist(), strict=True))
 
 
-def _lines(split: str, found: Mapping[str, Any], level: float) -> Iterator[str]:
+def _lines(split: str, found: Mapping[str, Any]) -> Iterator[str]:
     yield f"{split.replace('_', ' ')}, {found['num_scenes']} scenes: " + ", ".join(METRICS)
     for name, one in found["metrics"].items():
         yield f"  {name.replace('_', ' ')}: " + ", ".join(f"{one[metric]:.3f}" for metric in METRICS)
@@ -225,4 +225,4 @@ def _lines(split: str, found: Mapping[str, Any], level: float) -> Iterator[str]:
         for metric, (_, low, high) in gains.items():
             of["beaten" if high < 0 else "not reached" if low > 0 else "no difference shown"].append(metric)
         said = "; ".join(f"{what} in {', '.join(which)}" for what, which in of.items() if which)
-        yield f"  {name.replace('_', ' ')} ({level:.0%} intervals over seeds and blocks): {said}"
+        yield f"  {name.replace('_', ' ')} ({_LEVEL:.0%} intervals over seeds and blocks): {said}"

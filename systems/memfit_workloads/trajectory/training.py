@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,6 @@ from memfit_workloads.trajectory.params import ModelParams, TrajectoryParams
 #: How much each teacher head counts beside the imitation head when a trajectory is chosen.
 _TEACHER_SHARES = (1.0, 1.0, 0.2, 0.2)
 _NUM_MODES, _APART_METRES = 6, 2.0
-_SCENES_SECONDS = 29  # the scenes of a vehicle begin within so long; seen in the config's places
 
 
 def scenes_of(context: Context, split: str) -> Scenes:
@@ -62,35 +59,9 @@ def new_model(params: TrajectoryParams, vocabulary: Any) -> Any:
 
 def training_step(context: Context, params: TrajectoryParams) -> Callable[[Any], None]:
     """Return one step of a training, without what a trainer does around it."""
-    device = find_device("auto")
-    model = new_model(params, context["vocabulary"].arrays("vocabulary")["paths"]).to(device)
+    model = new_model(params, context["vocabulary"].arrays("vocabulary")["paths"]).to(find_device("auto"))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-
-    def step(batch: Any) -> None:
-        total, weight = scorer_loss(params.model, model, [one.to(device) for one in batch])
-        optimizer.zero_grad()
-        torch.autograd.backward(total / weight)
-        optimizer.step()
-
-    return step
-
-
-def loaders(params: TrajectoryParams) -> list[DataLoader[Any]]:
-    """Return the loaders of one rank for ``--plan``, over sparse files of about the size that the data will have."""
-    data, size = params.data, params.data.raster_size
-    num_vehicles = len(data.places) * data.simulations * data.seconds / 60 * data.vehicles_per_minute
-    num = round(num_vehicles * _SCENES_SECONDS / data.stride_seconds)
-    shapes = {"history": (data.num_history, 2), "raster": (3, size, size), "future": (data.num_future, 2)}
-    shapes["teacher"], dtypes = (4, params.vocabulary.size), {"raster": "u1", "teacher": params.vocabulary.dtype}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, shape in shapes.items():
-            np.lib.format.open_memmap(Path(folder, f"{name}.npy"), "w+", dtypes.get(name, "f4"), (num, *shape))
-        shares = np.array([1 - data.valid_share - data.test_share, data.valid_share, data.test_share])
-        bounds = np.cumsum(shares) * (1 - len(data.held_out) / len(data.places))
-        np.save(Path(folder, "split.npy"), np.digitize(np.arange(num) / num, bounds))
-        scenes = [Scenes([(Path(folder), Path(folder, "teacher.npy"))], split) for split in SPLITS[:2]]
-        assert all(len(one) and one.arrays for one in scenes)  # these are maps, and stay when the folder has gone
-    return [loader(one, params, 0) for one in scenes]
+    return own.step_of(model, optimizer, functools.partial(scorer_loss, params.model))
 
 
 def scorer_loss(params: ModelParams, model: Any, batch: Any) -> tuple[torch.Tensor, int]:

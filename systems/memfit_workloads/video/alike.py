@@ -24,11 +24,7 @@ def frame_signatures(frames: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return means.round().astype(np.uint8).reshape(len(frames), _SIDE * _SIDE)
 
 
-def group_alike(
-    signatures: npt.NDArray[np.uint8],
-    own_groups: Sequence[str] | None = None,
-    most_difference: float = MOST_DIFFERENCE,
-) -> npt.NDArray[np.int64]:
+def group_alike(signatures: npt.NDArray[np.uint8], own_groups: Sequence[str] | None = None) -> npt.NDArray[np.int64]:
     """Return a group number for each video: alike, or alike to one that is alike, or of one group of the user's.
 
     ``signatures`` (n, time, 64) are of frames at the same places of each video; an empty name of ``own_groups`` joins
@@ -45,7 +41,7 @@ def group_alike(
     for start in range(0, num, step):
         frames = np.median(np.abs(values[start : start + step, None] - values[None]), axis=-1)
         different = np.sort(frames, axis=-1)[..., :half].mean(axis=-1)
-        a, b = np.nonzero(different <= most_difference)
+        a, b = np.nonzero(different <= MOST_DIFFERENCE)
         pairs.append((a + start, b))
     names = np.asarray(own_groups if own_groups is not None else [""] * num)
     for name in {*names.tolist()} - {""}:

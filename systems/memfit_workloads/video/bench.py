@@ -1,10 +1,10 @@
-"""The video classifier: with collections on, decoding, and 300 clips under a limit and kills.
+"""The video classifier: with collections on, and 300 clips under a limit and kills.
 
-    make bench NAME=video ARGS="--part cleanup --part decode --part clips"
+    make bench NAME=video ARGS="--part cleanup --part clips"
 
-Parts: ``cleanup``: what each kind of garbage collection freed and cost; ``decode``: clips a second, and memory, against
-decoding whole files; ``clips``: 300 clips, a tenth of them damaged, in five folds under one real limit into which two
-plain folds fit, killed 20 times (needs root and a memory cgroup; at most 4 GiB).
+Parts: ``cleanup``: what each kind of garbage collection freed and cost; ``clips``: 300 clips, a tenth of them damaged,
+in five folds under one real limit into which two plain folds fit, killed 20 times (needs root and a memory cgroup; at
+most 4 GiB).
 """
 
 from __future__ import annotations
@@ -18,50 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import av
-import numpy as np
-
 from harness import Limited, find_parent, parser
 from memfit.rundir import RunDir
 from memfit.units import format_bytes
 from memfit_workloads.benches import command, contents, differing, run
-from memfit_workloads.video.clips import make_clips
 
 CONFIG = Path(__file__).with_name("config.yaml")
-#: What decoding adds to the memory of a worker that has imported torch and av, at its peak, in MiB.
-ADDED = """
-import sys, threading
-from pathlib import Path
-import av, psutil, torch
-from memfit_workloads.video.decode import probe, sample_frames
-own, peaks, ended = psutil.Process(), [], threading.Event()
-def watch():
-    while not ended.wait(0.01):
-        peaks.append(own.memory_full_info().uss)
-watcher = threading.Thread(target=watch)
-before = own.memory_full_info().uss
-watcher.start()
-sample_frames(Path(sys.argv[1]), 16, 112)
-ended.set()
-watcher.join()
-info = probe(Path(sys.argv[1]))
-print(f"{info.width} x {info.height}, {info.seconds:.0f} s: adds {(max(peaks) - before) / 2**20:.1f} MiB")
-"""
-PLAIN = """
-import sys, av, numpy as np
-for path in sys.argv[1:]:
-    with av.open(path) as container:
-        whole = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
-    picked = whole[np.linspace(0, len(whole) - 1, 16).astype(int)]
-"""
-STREAM = """
-import sys
-from pathlib import Path
-from memfit_workloads.video.decode import sample_frames
-for path in sys.argv[1:]:
-    sample_frames(Path(path), 16, 112)
-"""
-PEAK = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
 #: A fold as it is often written: all clips decoded whole, and held while a plain loop trains.
 NAIVE = """
 import sys, av, numpy as np, torch
@@ -102,33 +64,6 @@ def cleanup(folder: Path) -> None:
         done = [event for event in events if event["kind"] == "cleanup"]
         host, seconds, objects = (sum(one[name] for one in done) for name in ("host_bytes", "seconds", "num_objects"))
         print(f"{kind:20} {len(done):3} times, {objects} objects, {host / 2**20:.1f} MiB, {seconds:.2f} s")
-
-
-def decode(folder: Path) -> None:
-    table = make_clips(folder / "clips", 60, 0, seconds=5.0)
-    paths = [str(folder / "clips" / one) for one in table["path"].to_pylist()]
-    for name, program in (("whole files", PLAIN), ("streamed", STREAM)) * 2:
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", program + PEAK, *paths], check=True, capture_output=True)
-        speed = 60 / (time.perf_counter() - start)
-        print(f"{name:12} {speed:6.1f} clips a second, peak {int(done.stdout) / 2**10:.0f} MiB")
-    for width, height, seconds in ((1280, 720, 10), (1280, 720, 60), (640, 360, 600), (3840, 2160, 5)):
-        clip = folder / "long.mp4"
-        write_clip(clip, width, height, seconds)
-        subprocess.run([sys.executable, "-c", ADDED, str(clip)], check=True)
-
-
-def write_clip(path: Path, width: int, height: int, seconds: int) -> None:
-    """Write a clip of noise that moves, at 24 frames a second."""
-    noise = np.random.default_rng(0).integers(0, 256, (height // 4, width // 4, 3), dtype=np.uint8)
-    picture = noise.repeat(4, axis=0).repeat(4, axis=1)
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=24, options={"preset": "ultrafast"})
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for number in range(24 * seconds):
-            moved = np.ascontiguousarray(np.roll(picture, 8 * (number // 24), axis=1))
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(moved, format="rgb24")))
-        container.mux(stream.encode(None))
 
 
 def is_past(folder: Path, place: str) -> bool:
@@ -177,7 +112,7 @@ def clips(folder: Path) -> None:
     print(f"{len(different)} of {len(expected)} results differ {different[:3]}; {skipped} damaged clips were skipped")
 
 
-PARTS: dict[str, Callable[[Path], None]] = {"cleanup": cleanup, "decode": decode, "clips": clips}
+PARTS: dict[str, Callable[[Path], None]] = {"cleanup": cleanup, "clips": clips}
 
 
 def main() -> None:

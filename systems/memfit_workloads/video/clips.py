@@ -65,7 +65,7 @@ class Clip:
     bad: str
 
 
-def make_clips(folder: Path, num_clips: int, seed: int, *, seconds: float = 1.0, bad_share: float = 0.0) -> pa.Table:
+def make_clips(folder: Path, num_clips: int, seed: int = 0, *, seconds: float = 1, bad_share: float = 0) -> pa.Table:
     """Write clips, and return their recipe as a table; a call that was killed goes on where it was.
 
     ``clips.csv`` holds the table, ``clips.json`` the seed, the decoder and the sources with their licences. Half of the

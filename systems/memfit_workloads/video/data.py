@@ -20,7 +20,7 @@ from memfit.pipeline import Context, fingerprint_files
 from memfit.rundir import phase, record
 from memfit.units import format_bytes
 from memfit_workloads import own
-from memfit_workloads.video.alike import MOST_DIFFERENCE, frame_signatures, group_alike
+from memfit_workloads.video.alike import frame_signatures, group_alike
 from memfit_workloads.video.clips import make_clips
 from memfit_workloads.video.decode import BadVideoError, decoder_version, probe, sample_frames
 from memfit_workloads.video.groups import StratifiedGroups
@@ -97,8 +97,7 @@ def load_data(context: Context, params: VideoParams) -> dict[str, Any]:
             remedy="replace the damaged files, or raise that share",
         )
     classes = _classes({row["label"] for row in rows})
-    most = MOST_DIFFERENCE if settings.most_difference is None else settings.most_difference
-    groups = group_alike(np.stack(signatures), [row["own_group"] for row in rows], most)
+    groups = group_alike(np.stack(signatures), [row["own_group"] for row in rows])
     table = pa.Table.from_pylist([row | {"class": classes.index(row["label"])} for row in rows])
     context.save("videos", table.append_column("group", pa.array(groups)))
     context.save("skipped", skipped)
@@ -118,8 +117,7 @@ def find_videos(settings: DataParams, folder: Path = Path()) -> list[tuple[Path,
     """
     path = settings.path
     if path is None:
-        recipe = settings.num_clips, settings.clips_seed
-        made = make_clips(folder, *recipe, seconds=settings.seconds, bad_share=settings.bad_share)
+        made = make_clips(folder, settings.num_clips, seconds=settings.seconds, bad_share=settings.bad_share)
         return [(folder / row["path"], row["label"], row["segment"]) for row in made.to_pylist()]
     if path.is_dir():
         found = [one for one in sorted(path.glob("*/**/*")) if one.suffix.lower() in _ENDINGS and one.is_file()]
@@ -224,7 +222,6 @@ def create_datasets(context: Context, params: VideoParams) -> dict[str, Any]:
         context.save("frames", path)
     else:
         record("uncached", text=f"all frames would take {format_bytes(num_bytes)}: each epoch decodes them anew")
-    context.save("recipe", recipe)
     return recipe
 
 
@@ -233,7 +230,7 @@ def create_loaders(context: Context, params: VideoParams) -> dict[str, Any]:
     recipe, asked = context["create_datasets"].result, params.loader
     num_workers = 0 if recipe["cached"] else asked.num_workers
     batch = asked.batch_size * int(np.prod(recipe["item_shape"]))
-    result = {
+    return {
         "batch_size": asked.batch_size,
         "num_workers_requested": asked.num_workers,
         "num_workers": num_workers,
@@ -241,8 +238,6 @@ def create_loaders(context: Context, params: VideoParams) -> dict[str, Any]:
         "ahead_bytes": 2 * num_workers * batch,  # a DataLoader's prefetch_factor is 2
         "seed": context.seed,
     }
-    context.save("recipe", result)
-    return result
 
 
 def paths_of(context: Context) -> Iterator[Path]:

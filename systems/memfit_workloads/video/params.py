@@ -18,12 +18,10 @@ class DataParams(config.Settings):
     num_clips: int = Field(160, ge=8, description="samples: clips to make, half of them tampered with")
     seconds: float = Field(1.0, gt=0, le=60, description="samples: length of a clip")
     bad_share: float = Field(0.0, ge=0, le=0.5, description="samples: share of clips that are damaged on purpose")
-    clips_seed: int = Field(0, ge=0, description="samples: seed of the recipe")
     path: Path | None = Field(
         None, description="files: a folder with one folder for each class, or a CSV of path, label and perhaps group"
     )
     most_bad: float = Field(0.2, ge=0, le=1, description="the largest share of files that may be skipped as damaged")
-    most_difference: float | None = Field(None, ge=0, description="grey levels by which videos of one group differ")
 
     @model_validator(mode="after")
     def _path_fits_the_source(self) -> DataParams:
@@ -100,4 +98,3 @@ class VideoParams(config.Settings):
     loader: LoaderParams = LoaderParams()
     train: TrainParams = TrainParams()
     cleanup: CleanupParams = CleanupParams()
-    level: float = Field(0.95, gt=0, lt=1, description="level of the intervals")

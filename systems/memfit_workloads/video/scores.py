@@ -12,7 +12,7 @@ from memfit.pipeline import Context
 from memfit.rundir import phase
 from memfit_workloads.video.params import VideoParams
 
-_NUM_RESAMPLES = 1000
+_NUM_RESAMPLES, _LEVEL = 1000, 0.95
 #: What a file says without being decoded.
 _OF_FILE = ("num_bytes", "num_frames", "seconds", "fps", "width", "height")
 METRICS = ("auc", "accuracy", "loss")
@@ -86,12 +86,12 @@ def evaluate(context: Context, params: VideoParams) -> dict[str, Any]:
     groups = context["load_data"].table("videos")["group"].to_numpy()
     rng = np.random.default_rng(context.seed)
     truth, logits = logits_in(valid)
-    pooled = _judged(truth, logits, groups[valid["row"].to_numpy()], params.level, rng)
+    pooled = _judged(truth, logits, groups[valid["row"].to_numpy()], rng)
     tests = [unit.table("test_predictions") for unit in units]
     rows, test = tests[0]["row"].to_numpy(), dict[str, dict[str, float]]()
     if len(rows):
         means = np.mean([logits_in(one)[1] for one in tests], axis=0)
-        test = _judged(tests[0]["class"].to_numpy(), means, groups[rows], params.level, rng)
+        test = _judged(tests[0]["class"].to_numpy(), means, groups[rows], rng)
     found: dict[str, Any] = {}
     for name in (*METRICS, "gap", "majority", "file_statistics"):
         values = np.array([unit.result[name] for unit in units])
@@ -106,16 +106,12 @@ def evaluate(context: Context, params: VideoParams) -> dict[str, Any]:
         "pooled_auc": pooled["auc"]["value"],
         "pooled_accuracy": pooled["accuracy"]["value"],
         "test_auc": test["auc"]["value"] if test else None,
-        "report": list(_lines(found, pooled, test, confusion, names, params.level)),
+        "report": list(_lines(found, pooled, test, confusion, names)),
     }
 
 
 def _judged(
-    classes: npt.NDArray[Any],
-    logits: npt.NDArray[Any],
-    groups: npt.NDArray[Any],
-    level: float,
-    rng: np.random.Generator,
+    classes: npt.NDArray[Any], logits: npt.NDArray[Any], groups: npt.NDArray[Any], rng: np.random.Generator
 ) -> dict[str, dict[str, float]]:
     """Return each metric with its interval: a percentile bootstrap over whole groups, for videos of one are alike."""
     rows = [np.flatnonzero(groups == one) for one in np.unique(groups)]
@@ -124,7 +120,7 @@ def _judged(
         picked = np.concatenate([rows[at] for at in rng.integers(len(rows), size=len(rows))])
         if len(np.unique(classes[picked])) == max(2, logits.shape[1]):
             drawn.append(metrics(classes[picked], logits[picked]))
-    tail = 100 * (1 - level) / 2
+    tail = 100 * (1 - _LEVEL) / 2
     found = {}
     for name, value in metrics(classes, logits).items():
         low, high = np.percentile([one[name] for one in drawn] or [value], [tail, 100 - tail])
@@ -133,11 +129,10 @@ def _judged(
 
 
 def _lines(
-    folds: dict[str, Any], pooled: dict[str, Any], test: dict[str, Any], confusion: list[list[int]],
-    classes: list[str], level: float,
-) -> list[str]:  # fmt: skip
+    folds: dict[str, Any], pooled: dict[str, Any], test: dict[str, Any], confusion: list[list[int]], classes: list[str]
+) -> list[str]:
     def interval(one: dict[str, float]) -> str:
-        return f"{one['value']:.3f} ({level:.0%} interval {one['low']:.3f} to {one['high']:.3f})"
+        return f"{one['value']:.3f} ({_LEVEL:.0%} interval {one['low']:.3f} to {one['high']:.3f})"
 
     rules = (
         f"most frequent class {folds['majority']['mean']:.3f}, file statistics {folds['file_statistics']['mean']:.3f}"

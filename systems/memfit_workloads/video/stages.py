@@ -28,28 +28,19 @@ def staged(run: Callable[[Context, Any], dict[str, Any]], context: Context, para
     return found
 
 
-def initialize_model(context: Context, params: VideoParams) -> dict[str, Any]:
+def _training() -> Any:
+    """Return the module that loads torch."""
     from memfit_workloads.video import training
 
-    return training.initialize_model(context, params)
+    return training
 
 
-def train_fold(context: Context, params: VideoParams) -> dict[str, Any]:
-    from memfit_workloads.video import training
-
-    return training.train_fold(context, params)
+def initialize_model(context: Context, params: VideoParams) -> Any:
+    return _training().initialize_model(context, params)
 
 
-def _loader(context: Context, params: VideoParams, num_workers: int) -> Any:
-    from memfit_workloads.video import training
-
-    return training.loader(context, params, num_workers)
-
-
-def _step(context: Context, params: VideoParams) -> Any:
-    from memfit_workloads.video import training
-
-    return training.training_step(context, params)
+def train_fold(context: Context, params: VideoParams) -> Any:
+    return _training().train_fold(context, params)
 
 
 def notebook(context: Context, params: VideoParams) -> dict[str, Any]:
@@ -103,9 +94,9 @@ VIDEO = Workload(
             reads=_FOLD_READS,
             each="fold in create_kfold_splits.folds",
             phases=("load", "train", "checkpoint", "validate"),
-            probe=Probe(_loader, _step),
+            probe=Probe(lambda *given: _training().loader(*given), lambda *given: _training().training_step(*given)),
         ),
-        _stage("evaluate", scores.evaluate, "load_data", "fold", reads=("level", "@seed")),
+        _stage("evaluate", scores.evaluate, "load_data", "fold", reads=("@seed",)),
         Stage("notebook", notebook, reads=(*_FOLD_READS, "data", "splits")),
     ),
     choose=lambda params: (

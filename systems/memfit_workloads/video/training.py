@@ -201,14 +201,5 @@ def loader(context: Context, params: VideoParams, num_workers: int) -> DataLoade
 
 def training_step(context: Context, params: VideoParams) -> Callable[[Any], None]:
     """Return one step of a fold's training, without what a trainer does around it."""
-    device = find_device(params.train.device)
-    model = new_model(context, params).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=params.train.learning_rate)
-
-    def step(batch: Any) -> None:
-        total, weight = loss(model, [one.to(device) for one in batch])
-        optimizer.zero_grad()
-        torch.autograd.backward(total / weight)
-        optimizer.step()
-
-    return step
+    model = new_model(context, params).to(find_device(params.train.device))
+    return own.step_of(model, torch.optim.AdamW(model.parameters(), lr=params.train.learning_rate), loss)

@@ -136,9 +136,8 @@ def test_a_row_whose_return_is_not_known_yet_is_there_without_a_target(prepared)
     assert np.isfinite(batch.targets[:, 0]).any() and np.isnan(batch.targets[:, 1]).all()
 
 
-def test_graph_sectors_and_regime_can_be_switched_off(prepared):
-    off = next(iter(make(prepared, make_params({"enabled": False, "sectors": False}))))
-    assert off.neighbours.shape == (len(off.days), 0)
+def test_sectors_and_regime_can_be_switched_off(prepared):
+    off = next(iter(make(prepared, make_params(GRAPH | {"sectors": False}))))
     assert (off.sectors == -1).all() and (off.weights == 1).all()
     batches = list(make(prepared, make_params(regime_strength=0.5)))
     ranks = prepared.arrays("days")["volatility"]

@@ -121,11 +121,3 @@ def test_prepare_saves_purged_folds_neighbours_and_sectors_of_the_packaged_price
     assert of["CVX"] == of["XOM"] != of["JPM"] == of["BAC"] and min(sectors) == 0
     last = {panel.assets[place] for place in neighbours[-1][panel.assets.index("XOM")]}
     assert "CVX" in last
-
-
-@pytest.mark.slow
-def test_prepare_makes_no_graph_where_it_is_switched_off(tmp_path):
-    params = ForecasterParams(data=GENERATED, splits={"n_splits": 2, "embargo_size": 2}, graph={"enabled": False})
-    output = StagesHere(tmp_path, FORECASTER, params).run("prepare")
-    assert not (output.dir / "neighbours.npy").exists()
-    assert (np.array(output.arrays("days")["sectors"]) == -1).all()

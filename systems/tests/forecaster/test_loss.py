@@ -51,12 +51,6 @@ def test_equal_scores_have_the_mean_rank_as_well():
     assert soft_spearman(scores, targets, 1e-6).item() == pytest.approx(hard_spearman(scores, targets), abs=1e-8)
 
 
-def test_a_warm_soft_spearman_orders_the_same_and_is_not_above_one():
-    targets = torch.arange(20.0)
-    assert 0.95 < soft_spearman(targets / 20, targets, 1.0) <= 1
-    assert soft_spearman(-targets, targets, 1.0) < -0.95
-
-
 @pytest.mark.proves("S2-17")
 @pytest.mark.parametrize("temperature", [0.1, 1.0])
 def test_the_gradient_of_soft_spearman_is_that_of_finite_differences(temperature):
@@ -152,13 +146,6 @@ def test_a_rank_weight_of_zero_is_bit_for_bit_the_loss_without_the_term(dtype, m
     monkeypatch.setattr("memfit_workloads.forecaster.loss.soft_spearman", lambda *_: pytest.fail("ranks are made"))
     without = loss_and_gradient(ForecastLoss((1.0, 0.5, 2.0), 0.0, 1e9), scores, batch)
     assert all(torch.equal(one, other) for one, other in zip(with_zero, without, strict=True))
-
-
-def test_the_rank_term_changes_the_gradient():
-    batch = make_days([12, 9])
-    scores = torch.randn(21, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    plain, ranked = (loss_and_gradient(ForecastLoss((1.0,) * 3, weight, 0.1), scores, batch)[2] for weight in (0, 0.1))
-    assert (plain - ranked).abs().max() > 1e-3
 
 
 @pytest.mark.proves("S2-18")

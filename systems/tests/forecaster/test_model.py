@@ -29,10 +29,9 @@ def forecaster(*, seed=0, dtype=torch.float64, **settings):
 
 
 @pytest.mark.proves("S2-02")
-@pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("num_layers", range(1, 7))
-def test_one_to_six_layers_of_one_width_run_forward_and_backward(num_layers, graph):
-    model = forecaster(num_layers=num_layers, graph=graph, hidden_size=24)
+def test_one_to_six_layers_of_one_width_run_forward_and_backward(num_layers):
+    model = forecaster(num_layers=num_layers, hidden_size=24)
     scores = model(make_days([4, 7]))
     scores.sum().backward()
     assert scores.shape == (11, 3)
@@ -40,13 +39,6 @@ def test_one_to_six_layers_of_one_width_run_forward_and_backward(num_layers, gra
     assert {layer.widen.in_features for layer in model.layers} == {24}
     assert all(one.grad is not None and one.grad.isfinite().all() for one in model.parameters())
     assert all(layer.narrow.weight.grad.abs().max() > 0 for layer in model.layers)
-
-
-def test_numpy_arrays_give_the_scores_of_tensors():
-    batch = make_days([4, 6])
-    arrays = replace(batch, **{name: value.numpy() for name, value in vars(batch).items()})
-    model = forecaster()
-    assert torch.equal(model(arrays), model(batch))
 
 
 @pytest.mark.slow
@@ -100,14 +92,6 @@ def test_an_asset_is_moved_by_its_neighbours_alone():
     assert change[2] == change[3] == 0
 
 
-def test_without_a_graph_no_asset_moves_another():
-    batch, model = make_days([4]), forecaster(graph=False)
-    moved = batch.windows.clone()
-    moved[1] += 1.0
-    change = (model(replace(batch, windows=moved)) - model(batch)).abs().amax(1)
-    assert (change > 1e-6).tolist() == [False, True, False, False]
-
-
 def test_in_mixed_precision_scores_and_gradients_are_near_those_of_float32():
     batch = make_days([9, 5], dtype=torch.float32)
     model = forecaster(dtype=torch.float32)
@@ -153,12 +137,11 @@ def test_what_is_not_known_does_not_count():
     assert torch.equal(model(short), before)
 
 
-@pytest.mark.parametrize("graph", [True, False])
-def test_a_batch_that_is_split_between_days_has_the_gradient_of_the_whole(graph):
+def test_a_batch_that_is_split_between_days_has_the_gradient_of_the_whole():
     batch, loss = make_days([3, 8, 5, 4]), ForecastLoss((1.0, 0.5, 2.0), rank_weight=0.2, rank_temperature=0.3)
     gradients = []
     for size in (4, 1):
-        model = forecaster(graph=graph)
+        model = forecaster()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = SafeStep(model, optimizer, loss, split=ByGroup(lambda one: one.days), microbatch_size=size)
         outcome = step.gradients(batch)
@@ -169,11 +152,10 @@ def test_a_batch_that_is_split_between_days_has_the_gradient_of_the_whole(graph)
 
 
 @pytest.mark.parametrize(
-    ("days", "size", "num_layers", "hidden_size", "graph"),
-    [(12, 20, 1, 32, True), (2, 150, 6, 64, True), (1, 700, 2, 16, True), (12, 20, 4, 64, False)],
+    ("days", "size", "num_layers", "hidden_size"), [(12, 20, 1, 32), (2, 150, 6, 64), (1, 700, 2, 16)]
 )
-def test_the_arithmetic_of_memory_is_near_what_a_step_keeps(days, size, num_layers, hidden_size, graph):
-    settings = {"hidden_size": hidden_size, "num_layers": num_layers, "dropout": 0.1, "graph": graph}
+def test_the_arithmetic_of_memory_is_near_what_a_step_keeps(days, size, num_layers, hidden_size):
+    settings = {"hidden_size": hidden_size, "num_layers": num_layers, "dropout": 0.1}
     model = forecaster(dtype=torch.float32, **settings)
     batch = make_days([size] * days, dtype=torch.float32)
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
@@ -191,15 +173,6 @@ def test_the_arithmetic_of_memory_is_near_what_a_step_keeps(days, size, num_laye
     states = 4 * sum(one.nbytes for one in model.parameters())  # weight, gradient, two moments
     computed = memory_bytes(size * days, size, **SIZES, **settings) - states
     assert 1 / 1.5 < computed / measured < 1.5
-
-
-def test_layers_rows_and_the_largest_day_each_cost_memory():
-    settings = {**SIZES, "hidden_size": 64, "dropout": 0.1}
-    least = memory_bytes(4000, 1000, num_layers=2, **settings)
-    assert memory_bytes(4000, 1000, num_layers=3, **settings) > 1.1 * least
-    assert memory_bytes(8000, 1000, num_layers=2, **settings) > 1.8 * least
-    # Four days of 1,000 assets or one of 4,000: four times the pairs, in two masks of float32.
-    assert memory_bytes(4000, 4000, num_layers=2, **settings) - least == 8 * (4000**2 - 4 * 1000**2)
 
 
 def test_pretraining_scores_hidden_known_values_alone():
@@ -236,15 +209,6 @@ def test_in_evaluation_what_is_hidden_depends_on_the_seed_and_the_day_alone():
     assert pretraining_loss(model, batch, seed=2)[0] != whole[0]
 
 
-def test_a_pretraining_step_over_arrays_may_be_split_between_days():
-    batch, model = make_days([6, 9, 4]), Masked(forecaster()).double().train()
-    arrays = replace(batch, **{name: value.numpy() for name, value in vars(batch).items()})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = SafeStep(model, optimizer, pretraining_loss, split=ByGroup(lambda one: one.days), microbatch_size=1)
-    outcome = step(arrays)
-    assert outcome.num_microbatches == 3 and outcome.weight > 0
-
-
 @pytest.mark.slow
 def test_pretraining_learns_features_that_others_show():
     draw = np.random.default_rng(0)
@@ -262,19 +226,10 @@ def test_pretraining_learns_features_that_others_show():
     assert np.mean(losses[-20:]) < 0.5 * np.mean(losses[:20])
 
 
-def test_the_encoder_passes_from_pretraining_to_a_forecaster_and_its_heads_do_not():
-    pretrained, fresh = Masked(forecaster(seed=1)), forecaster(seed=2)
-    heads = fresh.heads.weight.clone()
-    batch = make_days([4])
-    fresh.load_encoder_state(pretrained.forecaster.encoder_state())
-    assert torch.equal(fresh.encode(batch), pretrained.forecaster.encode(batch))
-    assert torch.equal(fresh.heads.weight, heads)
-
-
-def error_after_training(targets_of, *, graph):
+def error_after_training(targets_of):
     """Return the mean squared error of the last steps, in variances of the targets."""
     loss, recent = ForecastLoss((1.0,), rank_weight=0.0, rank_temperature=0.1), []
-    model = forecaster(graph=graph, num_horizons=1, dtype=torch.float32)
+    model = forecaster(num_horizons=1, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     partner = torch.arange(10) ^ 1
     for step in range(250):
@@ -291,13 +246,9 @@ def error_after_training(targets_of, *, graph):
 
 @pytest.mark.slow
 def test_the_graph_finds_a_signal_that_only_neighbours_carry():
-    def of_neighbour(windows, partner):
-        return windows[:, partner, -1, 0]
-
-    assert error_after_training(of_neighbour, graph=True) < 0.5
-    assert error_after_training(of_neighbour, graph=False) > 0.9
+    assert error_after_training(lambda windows, partner: windows[:, partner, -1, 0]) < 0.5
 
 
 @pytest.mark.slow
 def test_the_pooling_finds_a_signal_of_an_older_date():
-    assert error_after_training(lambda windows, partner: windows[:, :, 1, 4], graph=False) < 0.5
+    assert error_after_training(lambda windows, partner: windows[:, :, 1, 4]) < 0.5

@@ -52,16 +52,6 @@ def test_a_snapshot_that_a_stop_left_out_is_named(memfit, snapshots):
     assert not (snapshots / "blended_1.pt").exists()
 
 
-def test_two_folds_are_refused_unless_told(memfit, snapshots):
-    names = [f"ranker_fold{fold}_ema_epoch6.pt" for fold in (1, 2)]
-    done = memfit("average", *names, "--output", "mixed.pt")
-    assert done.exit_code == 2
-    assert "of different trainings (seed: 1 and 2)" in done.err
-    assert not (snapshots / "mixed.pt").exists()
-    assert memfit("average", *names, "--output", "mixed.pt", "--allow-unrelated").exit_code == 0
-    assert value(snapshots / "mixed.pt") == 21.0
-
-
 def test_averages_with_one_name_and_patterns_without_a_file_are_refused(memfit, snapshots):
     done = memfit("average", "--param", "fold=1..2", "ranker_fold{fold}_ema_epoch3.pt", "--output", "blended.pt")
     assert done.exit_code == 2

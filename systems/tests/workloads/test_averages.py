@@ -135,17 +135,6 @@ def test_wrapped_and_prefixed_files_are_unwrapped(tmp_path):
     assert equal(load_checkpoint(tmp_path / "out.pt")["model"], plain)
 
 
-def test_tied_weights_stay_tied(save, tmp_path):
-    def tied(seed):
-        weight = torch.full((100,), float(seed))
-        return {"embedding": weight, "head": weight, "other": torch.full((100,), float(seed))}
-
-    average_checkpoints([save("a.pt", tied(1)), save("b.pt", tied(3))], tmp_path / "out.pt")
-    state = load_checkpoint(tmp_path / "out.pt")["model"]
-    assert state["embedding"].data_ptr() == state["head"].data_ptr() != state["other"].data_ptr()
-    assert state["other"].tolist() == state["head"].tolist() == [2.0] * 100
-
-
 def test_damaged_and_foreign_files_are_refused(save, tmp_path):
     good = save("good.pt", weights(1))
     content = good.read_bytes()

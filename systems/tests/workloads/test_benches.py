@@ -9,7 +9,6 @@ import torch
 from scipy import stats
 
 from memfit.files import write_json
-from memfit.memory import Sample, SeriesWriter
 from memfit.training import save_checkpoint
 from stages_here import digest_of
 
@@ -18,22 +17,6 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from memfit_workloads.benches import contents, differing
 from memfit_workloads.finance import bench as finance
 from memfit_workloads.forecaster import bench as forecaster
-from memfit_workloads.ranker import bench as ranker
-
-
-def write_series(run, job, rows):
-    folder = run / "jobs" / job
-    folder.mkdir(parents=True)
-    series = SeriesWriter(folder / "memory.jsonl")
-    for second, private in rows:
-        series.append(Sample(second, 1, private, 0, private, private, "train"))
-    series.close()
-
-
-def test_the_peak_of_all_jobs_counts_those_that_ran_at_the_same_time(tmp_path):
-    write_series(tmp_path, "a", [(1.0, 100), (2.0, 300), (3.0, 50)])
-    write_series(tmp_path, "b", [(2.5, 40), (4.0, 320)])  # beside the 300 of a, then alone
-    assert ranker.peak_of_all(tmp_path) == 340
 
 
 def test_runs_are_compared_by_the_bytes_of_their_tensors_and_by_their_results(tmp_path):

@@ -162,16 +162,3 @@ def test_the_decay_by_days_takes_effect_under_adam_and_clipping(panel, max_grad_
     assert (recent > 0).all()
     late = [rank_ic(float(w) * panel.values[90:, :, 0], panel.target("y1")[90:]).mean() for w in (plain[0], recent[0])]
     assert late[0] < -0.5 and late[1] > 0.5
-
-
-def test_threads_make_the_same_batches(panel):
-    params = make_params(dates_per_batch=5)
-    here = ListBatches(panel, np.arange(12), params, seed=3)
-    ahead = ListBatches(panel, np.arange(12), params, seed=3, num_workers=1)
-    try:
-        for batches in (here, ahead):
-            batches.set_epoch(4)
-        assert (here.num_workers, ahead.num_workers) == (0, 1)
-        assert_same(contents(ahead), contents(here))
-    finally:
-        ahead.close()

@@ -25,15 +25,22 @@ def clips(tmp_path_factory):
     return folder, make_clips(folder, 24, seed=3, bad_share=0.2).to_pylist()
 
 
-def write(path, times, size=(64, 48), rate=25, codec="mpeg4"):
-    """Write a video whose frame at time t is grey by 2 t."""
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=rate)
-        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        stream.codec_context.time_base = Fraction(1, 1000)
-        for time in times:
-            frame = av.VideoFrame.from_ndarray(np.full((size[1], size[0], 3), 2 * time, np.uint8), format="rgb24")
-            frame.pts, frame.time_base = int(time * 1000), Fraction(1, 1000)
+def write(path: Path, codec: str, times, levels=None, size: tuple[int, int] = (96, 64)) -> None:
+    """Write a video of grey frames with the given times in seconds; a level is 10 times the frame's number."""
+    width, height = size
+    fixed = path.suffix in (".avi", ".mpg")
+    with av.open(str(path), "w", format={".mkv": "matroska", ".mpg": "mpeg"}.get(path.suffix)) as container:
+        stream = container.add_stream(codec, rate=25, options={"threads": "1", "preset": "ultrafast"})
+        stream.width, stream.height = width, height
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        stream.bit_rate = 2_000_000
+        clock = Fraction(1, 25) if fixed else Fraction(1, 1000)
+        stream.codec_context.time_base = clock
+        for number, at in enumerate(times):
+            level = 10 * number % 250 if levels is None else levels[number]
+            picture = np.full((height, width, 3), level, np.uint8)
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            frame.pts, frame.time_base = round(at / clock), clock
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
 
@@ -67,7 +74,7 @@ def test_each_segment_has_a_real_and_a_tampered_clip_and_the_bad_ones_are_named(
 
 def test_frames_are_taken_by_their_times_when_the_rate_varies(tmp_path):
     times = [*np.arange(0, 1, 0.01), *np.arange(1, 100, 1.0)]  # half of the frames lie in the first second
-    write(tmp_path / "a.mkv", times)
+    write(tmp_path / "a.mkv", "mpeg4", times, 2 * np.array(times))
     grey = sample_frames(tmp_path / "a.mkv", 10, 32).mean(axis=(1, 2, 3)) / 2
     assert grey == pytest.approx(np.linspace(4.95, 94.05, 10), abs=2.5)
 
@@ -80,24 +87,6 @@ CODECS = [
 ]
 
 
-def _write_steps(path: Path, codec: str, times: list[float], width: int = 96, height: int = 64) -> None:
-    """Write a video whose grey level is 10 times the frame's number, with the given times in seconds."""
-    fixed = path.suffix in (".avi", ".mpg")
-    with av.open(str(path), "w", format={".mkv": "matroska", ".mpg": "mpeg"}.get(path.suffix)) as container:
-        stream = container.add_stream(codec, rate=25, options={"threads": "1", "preset": "ultrafast"})
-        stream.width, stream.height = width, height
-        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
-        stream.bit_rate = 2_000_000
-        clock = Fraction(1, 25) if fixed else Fraction(1, 1000)
-        stream.codec_context.time_base = clock
-        for number, at in enumerate(times):
-            picture = np.full((height, width, 3), 10 * number % 250, np.uint8)
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-            frame.pts, frame.time_base = round(at / clock), clock
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-
-
 def _levels(frames: np.ndarray) -> list[int]:
     return (frames.mean(axis=(1, 2, 3)) / 10).round().astype(int).tolist()
 
@@ -105,7 +94,7 @@ def _levels(frames: np.ndarray) -> list[int]:
 @pytest.mark.parametrize(("codec", "suffix"), CODECS)
 def test_each_codec_and_container_gives_its_frames_back(tmp_path: Path, codec: str, suffix: str) -> None:
     path = tmp_path / f"clip.{suffix}"
-    _write_steps(path, codec, [number / 25 for number in range(20)])
+    write(path, codec, [number / 25 for number in range(20)])
     info = probe(path)
     assert (info.num_frames, info.width, info.height, info.num_bytes) == (20, 96, 64, path.stat().st_size)
     assert info.seconds == pytest.approx(0.8, abs=0.05)
@@ -119,9 +108,9 @@ def test_each_codec_and_container_gives_its_frames_back(tmp_path: Path, codec: s
 
 def test_a_clip_with_fewer_frames_repeats_them(tmp_path: Path) -> None:
     path = tmp_path / "clip.mp4"
-    _write_steps(path, "mpeg4", [0.0, 0.04])
+    write(path, "mpeg4", [0.0, 0.04])
     assert _levels(sample_frames(path, 4, 16)) == [0, 0, 1, 1]
-    _write_steps(path, "mpeg4", [0.0])
+    write(path, "mpeg4", [0.0])
     assert _levels(sample_frames(path, 3, 16)) == [0, 0, 0]
 
 
@@ -159,7 +148,7 @@ def test_a_file_without_a_picture_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("codec", "suffix"), CODECS)
 def test_half_a_file_is_never_taken_for_the_whole(tmp_path: Path, codec: str, suffix: str) -> None:
     path = tmp_path / f"clip.{suffix}"
-    _write_steps(path, codec, [number / 25 for number in range(25)])
+    write(path, codec, [number / 25 for number in range(25)])
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
     if suffix == "mpg":  # states no duration: it is a shorter video
@@ -171,7 +160,7 @@ def test_half_a_file_is_never_taken_for_the_whole(tmp_path: Path, codec: str, su
 
 def test_damage_in_the_middle_is_named_with_its_frame(tmp_path: Path) -> None:
     path = tmp_path / "clip.mkv"
-    _write_steps(path, "mjpeg", [number / 25 for number in range(25)])
+    write(path, "mjpeg", [number / 25 for number in range(25)])
     content = bytearray(path.read_bytes())
     with av.open(str(path)) as container:
         places = [(packet.pos, packet.size) for packet in container.demux() if packet.size]
@@ -210,7 +199,8 @@ print(json.dumps([most - before, psutil.Process().num_threads()]))
 def test_decoding_takes_at_most_64_mib_and_its_frames(tmp_path, size, seconds, opens):
     """However long the clip is and however large its picture, and after many of them."""
     path = tmp_path / "a.mp4"
-    write(path, np.arange(0, seconds, 0.04 if seconds > 1 else 0.1), size)
+    times = np.arange(0, seconds, 0.04 if seconds > 1 else 0.1)
+    write(path, "mpeg4", times, 2 * times, size)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, ",".join([str(path)] * opens)], capture_output=True, text=True, check=True
     )
