@@ -128,11 +128,7 @@ def test_assets_that_are_listed_late_or_delisted_have_no_rows_outside_their_time
     assert (late, early) == (10, 10)  # half of the assets, half of those at each end
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"num_dates": 5}, {"num_assets": 1}, {"num_features": 0}, {"information_coefficient": 1.0}, {"horizon": 0},
-     {"turnover": 1.5}, {"seed": -1}, {"horizons": (0,)}, {"horizons": (90,), "num_dates": 60}, {"volatility": 0.0}],
-)  # fmt: skip
-def test_a_market_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match=f"{list(wrong)[-1]}="):
+@pytest.mark.parametrize("wrong", [{"num_dates": 5}, {"horizon": 0}, {"horizons": (90,), "num_dates": 60}])
+def test_a_market_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=f"{list(wrong)[-1]} is {list(wrong.values())[-1]}"):
         replace(SMALL, **wrong)

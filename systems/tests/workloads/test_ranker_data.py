@@ -317,7 +317,7 @@ def test_resolved_parameters_are_valid_parameters_of_their_own():
 
 
 def test_a_market_that_cannot_be_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="num_dates=3"):
+    with pytest.raises(UsageError, match="num_dates is 3"):
         prepare(tmp_path, make_params(GENERATED | {"num_dates": 3}))
 
 
