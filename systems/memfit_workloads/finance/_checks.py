@@ -6,7 +6,8 @@ Shapes: D dates, A assets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -20,8 +21,6 @@ from memfit_workloads.finance._metrics import rank_ic
 
 _Bools = NDArray[np.bool_]
 _Severity = Literal["red", "yellow"]
-# A date on which nearly all prices are those of the date before: at least so many assets, and this share of them.
-_LEAST_ASSETS, _SHARE_REPEATED = 5, 0.95
 # Dates, evenly spread, on which volumes are looked at; and how straight a line of ranks is.
 _VOLUME_DATES, _STRAIGHT = 250, 0.999
 # Targets are stored in 32 bits, and closes may be rounded to cents.
@@ -67,61 +66,46 @@ class QualitySettings(Settings):
     max_ic_cells: Annotated[int, Field(ge=1)] = 2_000_000
 
 
-#: A check that found something: name, severity, where (dates, cells, or texts), what, and what to do.
+#: What a check looked for: name, severity, where it is (dates or cells, or texts), what it is, and what to do.
 _Row = tuple[str, _Severity, _Bools | Sequence[str], str, str]
 
 
 def check_market(market: Market, settings: QualitySettings | None = None) -> tuple[Finding, ...]:
     """Return what is wrong with a market as it was delivered, the red findings first; nothing when all is well.
 
-    Red: dates or rows that come twice, dates out of order, codes or whole columns of prices that come twice, closes
-    that are not above 0, jumps and spikes that no market makes, volumes that are ranks or below 0, a target that is not
-    the return from its date on, a feature that knows the future. Yellow: weekends, long gaps, missing or stale closes.
+    Red: dates, rows or codes that come twice, dates out of order, closes that are not above 0, jumps and spikes that no
+    market makes, volumes that are ranks or below 0, a target that is not the return from its date on, a feature that
+    knows the future. Yellow: long gaps, missing or stale closes.
     """
     bounds = QualitySettings() if settings is None else settings
-    found = [
-        *_findings(market, _dates_and_codes(market, bounds)),
-        *_findings(market, _closes_and_volumes(market, bounds)),
-        *_jumps(market, bounds),
-        *_stale(market, bounds),
-        *_targets(market),
-        *_features(market, bounds),
-    ]
-    return tuple(sorted(found, key=lambda one: one.severity != "red"))
+    checks = (_dates_and_codes, _closes_and_volumes, _jumps, _stale, _targets, _features)
+    found = [_finding(market, *row) for check in checks for row in check(market, bounds)]
+    return tuple(sorted((one for one in found if one.count), key=lambda one: one.severity != "red"))
 
 
-def _findings(
-    market: Market, rows: Iterable[_Row], detail: Callable[[int, int], str] = lambda _row, _column: ""
-) -> Iterable[Finding]:
-    """Return a finding for each row that found something; ``detail`` is added to a cell's date and code.
-
-    A mask of D - 1 rows is of the dates after the first.
-    """
-    for name, severity, found, what, remedy in rows:
-        if not isinstance(found, np.ndarray):
-            count, where, of = len(found), tuple(found[:MAX_PLACES]), ""
-        else:
-            dates, places = market.dates[len(market.dates) - len(found) :], np.argwhere(found)
-            count, of = len(places), f" of {len(market.dates)}" if found.ndim == 1 else ""
-            where = tuple(
-                f"{dates[row]}" + "".join(f" {market.codes[at]}{detail(row, at)}" for at in column)
-                for row, *column in places[:MAX_PLACES]
-            )
-        if count:
-            yield Finding(name, severity, f"{count}{of} {what}.", where, count, remedy)
+def _finding(
+    market: Market, name: str, severity: _Severity, found: _Bools | Sequence[str], what: str, remedy: str
+) -> Finding:
+    """Return a row as a finding, its first places in words. A mask of D - 1 rows is of the dates after the first."""
+    count, where = len(found), found[:MAX_PLACES]
+    if isinstance(found, np.ndarray):
+        dates, places = market.dates[len(market.dates) - len(found) :], np.argwhere(found)
+        first = places[:MAX_PLACES]
+        count, where = (
+            len(places),
+            [" ".join([f"{dates[row]}", *(market.codes[at] for at in of)]) for row, *of in first],
+        )
+    return Finding(name, severity, f"{count} {what}.", tuple(where), count, remedy)
 
 
 def _dates_and_codes(market: Market, bounds: QualitySettings) -> Iterable[_Row]:
-    days = market.dates.astype("datetime64[D]").astype(np.int64)
-    steps, codes = np.diff(days), market.codes
+    steps, codes = np.diff(market.dates.astype("datetime64[D]").astype(np.int64)), Counter(market.codes)
     copies, seen = [], dict[bytes, str]()
-    for column, code in enumerate(codes):
-        closes = market.closes[:, column]
+    for code, closes in zip(market.codes, market.closes.T, strict=True):
         # A few equal prices prove nothing; 20 that also move do.
         if np.isfinite(closes).sum() >= 20 and np.nanmax(closes) > np.nanmin(closes):
-            first = seen.setdefault(np.ascontiguousarray(closes).tobytes(), code)
+            first = seen.setdefault(closes.tobytes(), code)
             copies += [] if first is code else [f"{first} = {code}"]
-    twice = sorted({code for code in codes if codes.count(code) > 1}) if len(set(codes)) < len(codes) else []
     return (
         ("duplicated_rows", "red", market.duplicates, "rows have the date and code of an earlier row",
          "keep one row per date and code; find out which of them is right where they differ"),
@@ -130,9 +114,8 @@ def _dates_and_codes(market: Market, bounds: QualitySettings) -> Iterable[_Row]:
         ("date_gap", "yellow", steps > bounds.max_gap_days,
          f"dates come more than {bounds.max_gap_days} days after the one before",
          "fill in the missing dates: a return over a gap is taken for that of one date"),
-        ("weekend_dates", "yellow", (days[1:] + 3) % 7 >= 5,  # 1970-01-01 was a Thursday
-         "dates are a Saturday or Sunday", "drop them, unless this market trades then"),
-        ("duplicated_codes", "red", twice, "codes name more than one column", "keep one column per code"),
+        ("duplicated_codes", "red", sorted(code for code, count in codes.items() if count > 1),
+         "codes name more than one column", "keep one column per code"),
         ("same_prices", "red", copies, "codes have every price of another code",
          "drop the copies: the same asset would be held, and counted, more than once"),
     )  # fmt: skip
@@ -145,20 +128,15 @@ def _closes_and_volumes(market: Market, bounds: QualitySettings) -> Iterable[_Ro
     missing = listed & ~known & ~bad
     share = missing.sum() / max(int(listed.sum()), 1)
     volumes = np.full(closes.shape, np.nan) if market.volumes is None else market.volumes
-    ranked = np.isfinite(volumes) if _are_ranks(volumes) else np.zeros(closes.shape, bool)
-    same = closes[1:] == closes[:-1]
-    both = (np.isfinite(closes[1:]) & np.isfinite(closes[:-1])).sum(axis=1)
     return (
         ("bad_closes", "red", bad, "closes are 0, negative or infinite", "set them to missing, or correct them"),
         ("no_closes", "red", ~known & ~known.any(), "closes, all of them, are missing", "check the column"),
         ("missing_closes", "yellow", missing & (share > bounds.max_share_missing),
          f"closes ({share:.1%}) are missing between an asset's first and last",
          "fill them from the source: a held asset without a return is taken for delisted"),
-        ("repeated_prices", "yellow", (both >= _LEAST_ASSETS) & (same.sum(axis=1) >= _SHARE_REPEATED * both),
-         f"dates have the prices of the date before for {_SHARE_REPEATED:.0%} of the assets",
-         "drop dates on which the market was closed"),
         ("negative_volumes", "red", volumes < 0, "volumes are below 0", "check the column"),
-        ("volume_is_rank", "red", ranked, "volumes are at most 1, or evenly spaced on most dates, as ranks are",
+        ("volume_is_rank", "red", np.isfinite(volumes) & _are_ranks(volumes),
+         "volumes are at most 1, or evenly spaced on most dates, as ranks are",
          "use the shares or the money traded: percentile ranks say nothing about what could be traded"),
     )  # fmt: skip
 
@@ -175,38 +153,37 @@ def _are_ranks(volumes: Floats) -> bool:
     return bool(np.nanmax(volumes) <= 1 or (lines and np.mean(lines) > 0.5))
 
 
-def _jumps(market: Market, bounds: QualitySettings) -> Iterable[Finding]:
+def _jumps(market: Market, bounds: QualitySettings) -> Iterable[_Row]:
     logs = _filled_logs(market.closes)
     steps = np.diff(logs, axis=0)
-    is_jump = np.abs(steps) > np.log(bounds.max_jump)
-    is_spike = np.zeros_like(is_jump)
-    for row, column in zip(*np.nonzero((np.abs(steps) > np.log(bounds.spike)) & ~is_jump), strict=True):
-        after = logs[row + 2 : row + 2 + bounds.spike_dates, column]
-        is_spike[row, column] = bool((np.abs(after - logs[row, column]) < abs(steps[row, column]) / 4).any())
+    jumps, spikes = list[str](), list[str]()
+    for row, column in np.argwhere(np.abs(steps) > np.log(min(bounds.spike, bounds.max_jump))):
+        size, after = abs(steps[row, column]), logs[row + 2 : row + 2 + bounds.spike_dates, column]
+        before, now = np.exp(logs[row : row + 2, column])
+        text = f"{market.dates[row + 1]} {market.codes[column]}: {before:.6g} to {now:.6g}"
+        if size > np.log(bounds.max_jump):
+            jumps.append(text)
+        elif size > np.log(bounds.spike) and (np.abs(after - logs[row, column]) < size / 4).any():
+            spikes.append(text)
     remedy = (
         "look the prices up: an error of the unit, a split or a decimal point makes any profit; if they are right, "
         f"raise max_jump ({bounds.max_jump:g}) or spike ({bounds.spike:g}) of the quality settings"
     )
     what = f"closes are more than {bounds.max_jump:g} times the one before, or less than 1/{bounds.max_jump:g} of it"
-    came_back = f"closes jump and come back within {bounds.spike_dates} dates"
-    rows: tuple[_Row, ...] = (
-        ("price_jump", "red", is_jump, what, remedy),
-        ("price_spike", "red", is_spike, came_back, remedy),
-    )
-    return _findings(market, rows, lambda row, at: f": {np.exp(logs[row, at]):.6g} to {np.exp(logs[row + 1, at]):.6g}")
+    yield "price_jump", "red", jumps, what, remedy
+    yield "price_spike", "red", spikes, f"closes jump and come back within {bounds.spike_dates} dates", remedy
 
 
 def _filled_logs(closes: Floats) -> Floats:
     """Return logarithms of the closes, each missing one that of the last known; NaN before the first."""
     usable = np.isfinite(closes) & (closes > 0)
-    last = np.where(usable, np.arange(len(closes))[:, None], 0)
-    np.maximum.accumulate(last, axis=0, out=last)
+    last = np.maximum.accumulate(np.where(usable, np.arange(len(closes))[:, None], 0), axis=0)
     logs = np.full(closes.shape, np.nan)
     np.log(closes, out=logs, where=usable)
     return np.take_along_axis(logs, last, axis=0)
 
 
-def _stale(market: Market, bounds: QualitySettings) -> Iterable[Finding]:
+def _stale(market: Market, bounds: QualitySettings) -> Iterable[_Row]:
     closes = market.closes
     same = closes[1:] == closes[:-1]
     # Length of the run of equal closes that each step ends, in steps.
@@ -224,33 +201,35 @@ def _stale(market: Market, bounds: QualitySettings) -> Iterable[Finding]:
         f"is {length.max(initial=0) + 1} dates"
     )
     severity: _Severity = "red" if share > bounds.max_share_stale else "yellow"
-    remedy = "set closes without trading to missing: nobody could have traded at them"
-    return _findings(market, [("stale_prices", severity, places, what, remedy)])
+    yield "stale_prices", severity, places, what, "set closes without trading to missing: nobody could have traded then"
 
 
-def _targets(market: Market) -> Iterable[Finding]:
+def _targets(market: Market, _: QualitySettings) -> Iterable[_Row]:
     """Compare each target with the return that the closes give from its own date on."""
     for horizon, target in sorted(market.targets.items()):
+        name = f"target_h{horizon}"
         share, wrong = _matches(target, forward_returns(market.closes, horizon))
-        if share >= _ALL:
-            continue
-        places = [
-            f"{market.dates[row]} {market.codes[column]}: {target[row, column]:.6g}"
-            for row, column in np.argwhere(wrong)[:MAX_PLACES]
-        ]
-        count = int(wrong.sum())
-        severity: _Severity = "yellow"
-        if math.isnan(share):
-            name, what = "target_unchecked", "has no cell with closes to check it by"
-        elif share >= _MOST:
-            name = "target_differs"
-            what = f"differs from the return over {horizon} dates in {count} cells ({1 - share:.1%})"
-        else:
-            (name, says), severity = _explain(market, horizon, target), "red"
-            what = f"equals the return over {horizon} dates from its own date on in {share:.1%} of its cells only; "
-            what += says
         remedy = f"make it close[t + {horizon}] / close[t] - 1, on the dates of the market, by code"
-        yield Finding(name, severity, f"target_h{horizon} {what}.", tuple(places), count, remedy)
+        if math.isnan(share):
+            yield (
+                "target_unchecked",
+                "yellow",
+                [name],
+                f"target, {name}, has no cell with closes to check it by",
+                remedy,
+            )
+        elif share < _MOST:
+            found, says = _explain(market, horizon, target)
+            yield (
+                found,
+                "red",
+                wrong,
+                f"cells of {name} are no return over {horizon} dates from their date on: {says}",
+                remedy,
+            )
+        elif share < _ALL:
+            what = f"cells of {name} ({1 - share:.1%}) differ from the return over {horizon} dates"
+            yield "target_differs", "yellow", wrong, what, remedy
 
 
 def _matches(target: Floats, expected: Floats) -> tuple[float, _Bools]:
@@ -263,43 +242,39 @@ def _matches(target: Floats, expected: Floats) -> tuple[float, _Bools]:
 
 def _explain(market: Market, horizon: int, target: Floats) -> tuple[str, str]:
     """Return what a wrong target is instead, where it is a return over other dates."""
-    for shift in (1, -1, 2, -2, -horizon):
-        share, _ = _matches(target, forward_returns(market.closes, horizon, shift))
+    shifted = [(horizon, shift) for shift in (1, -1, 2, -2, -horizon)]
+    for over, shift in (*shifted, (horizon - 1, 0), (horizon + 1, 0)):
+        share, _ = _matches(target, forward_returns(market.closes, over, shift))
+        if share >= _MOST and shift:
+            by, when = "one" if abs(shift) == 1 else abs(shift), "later" if shift > 0 else "earlier"
+            return "target_shifted", f"shifted by {by}, the return that starts {abs(shift)} dates {when} ({share:.1%})"
         if share >= _MOST:
-            when = f"{shift} dates later" if shift > 0 else f"{-shift} dates earlier"
-            by = "one" if abs(shift) == 1 else str(abs(shift))
-            return "target_shifted", f"it is shifted by {by}: it is the return that starts {when} ({share:.1%})"
-    for other in (horizon - 1, horizon + 1):
-        share, _ = _matches(target, forward_returns(market.closes, other)) if other else (0.0, None)
-        if share >= _MOST:
-            return "target_horizon", f"it is the return over {other} dates ({share:.1%})"
+            return "target_horizon", f"the return over {over} dates ({share:.1%})"
     ic = rank_ic(target, forward_returns(market.closes, horizon))
     mean = float(np.nanmean(ic)) if np.isfinite(ic).any() else math.nan
-    return "target_unknown", f"its mean rank IC with that return is {mean:.2f}"
+    return "target_unknown", f"their mean rank IC with it is {mean:.2f}"
 
 
-def _features(market: Market, bounds: QualitySettings) -> Iterable[Finding]:
+def _features(market: Market, bounds: QualitySettings) -> Iterable[_Row]:
     """Compare each feature with the returns after its date.
 
     A rank IC is taken on evenly spread dates, with as many of them as independent as their distance makes them.
     """
+    if not market.features:
+        return
     num_dates = len(market.dates)
     most = max(bounds.max_ic_cells // max(len(market.codes), 1), 100)
     rows = np.unique(np.linspace(0, num_dates - 1, min(most, num_dates)).astype(np.int64))
     spacing = num_dates / max(len(rows), 1)
-    ahead = (
-        {h: forward_returns(market.closes, h)[rows] for h in sorted({1, *market.targets})} if market.features else {}
-    )
+    ahead = {horizon: forward_returns(market.closes, horizon)[rows] for horizon in sorted({1, *market.targets})}
+    days = [forward_returns(market.closes, 1, shift)[rows] for shift in (-1, 0, 1)]
     for name, values in market.features.items():
-        what = _too_good(values[rows], ahead, spacing, bounds) or _falls_late(
-            values[rows], (forward_returns(market.closes, 1, shift)[rows] for shift in (-1, 0, 1)), bounds
-        )
-        if what:
+        if says := _too_good(values[rows], ahead, spacing, bounds) or _falls_late(values[rows], days, bounds):
             remedy = (
                 f"make {name} of what is known at the close of its date; a result that is learned from it is worth "
                 "nothing; if it is known by then, raise max_feature_ic or max_ic_drop of the quality settings"
             )
-            yield Finding("look_ahead_feature", "red", f"{name} {what}.", (name,), 1, remedy)
+            yield "look_ahead_feature", "red", [name], f"feature knows the future: {name} {says}", remedy
 
 
 def _too_good(feature: Floats, ahead: dict[int, Floats], spacing: float, bounds: QualitySettings) -> str:
@@ -313,7 +288,7 @@ def _too_good(feature: Floats, ahead: dict[int, Floats], spacing: float, bounds:
     return ""
 
 
-def _falls_late(feature: Floats, days: Iterable[Floats], bounds: QualitySettings) -> str:
+def _falls_late(feature: Floats, days: Sequence[Floats], bounds: QualitySettings) -> str:
     before, coming, after = (rank_ic(feature, returns) for returns in days)
     drop, t = _mean_and_t(coming - after, 1.0)
     gone, now = _mean_and_t(before, 1.0)[0], _mean_and_t(coming, 1.0)[0]

@@ -35,7 +35,7 @@ Verdict = Literal["A better", "B better", "no difference shown"]
 #: The ends of metrics that are 0 on average for random scores.
 _ZERO = ("_delta_p_at_k_pos", "_rank_ic", "_spread")
 _DATA = b"memfit_data"
-_HAVE_TO_AGREE = ("k", "k_ratio", "num_quantiles", "universe")
+_HAVE_TO_AGREE = ("k", "k_ratio", "num_quantiles", "num_codes", "universe")
 
 
 @dataclass(frozen=True)
@@ -88,21 +88,14 @@ class Decision:
             "could show": f"an effect of {self.minimal_detectable_effect:.5f}, 4 times in 5",
             "dates": f"{test.num_dates} paired; dropped: {dropped}",
         }
-        if self.slow_note:
-            lines["warning"] = self.slow_note
+        if self.slow.is_shown:
+            lines["warning"] = (
+                f"{self.metric} varies slowly, beyond the {self.horizon} dates that labels span (z "
+                f"{self.slow.statistic:+.1f}). Its true error is about {self.slow.error_factor:.1f} times as large, "
+                f"and t then {test.statistic / self.slow.error_factor:+.1f}. False decisions are more frequent than "
+                f"{1 - interval.level:.0%}."
+            )
         return lines
-
-    @property
-    def slow_note(self) -> str:
-        """A warning if the difference varies slowly; else empty."""
-        if not self.slow.is_shown:
-            return ""
-        return (
-            f"{self.metric} varies slowly, beyond the {self.horizon} dates that labels span (z "
-            f"{self.slow.statistic:+.1f}). Its true error is about {self.slow.error_factor:.1f} times as large, and t "
-            f"then {self.test.statistic / self.slow.error_factor:+.1f}. False decisions are more frequent than "
-            f"{1 - self.interval.level:.0%}."
-        )
 
 
 def _p(value: float) -> str:
@@ -185,11 +178,10 @@ def decide(
 def _refuse_unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
     for name in _HAVE_TO_AGREE if a and b else ():
         if a.get(name) != b.get(name):
-            shown = "num_codes" if name == "universe" and a.get("num_codes") != b.get("num_codes") else name
             raise DataError(
-                f"A was evaluated with {shown} {a.get(shown)}, and B with {b.get(shown)}.",
+                f"A was evaluated with {name} {a.get(name)}, and B with {b.get(name)}.",
                 rule="two day tables compare when they were evaluated with the same k, quantiles and assets.",
-                remedy=f"evaluate both with the same {'assets' if name == 'universe' else name}: evaluate_folds",
+                remedy="evaluate both with evaluate_folds, with the same of each",
             )
 
 
@@ -237,24 +229,23 @@ def decide_on_record(
     record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     record.touch(mode=0o600)
     with open(record, "ab") as file, FileLock(record.with_name(f".{record.name}.lock")):
-        others = [p_value for other, p_value in read_record(record).items() if other != key]
+        written = record.read_bytes()
+        written = written[: written.rfind(b"\n") + 1]  # a last line that a kill cut short goes
+        others = [p_value for other, p_value in _p_values(record, written).items() if other != key]
         decision = decide(days_a, days_b, metric, horizon, level=level, other_p_values=others)
         entry = {"key": key, "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
         line = json.dumps(entry | {"a": names[0], "b": names[1]} | decision.to_dict()) + "\n"
-        file.truncate(record.read_bytes().rfind(b"\n") + 1)  # a last line that a kill cut short goes
+        file.truncate(len(written))
         file.write(line.encode())
         file.flush()
         os.fsync(file.fileno())
     return decision
 
 
-def read_record(path: Path) -> dict[str, float]:
-    """Return the p-value of each distinct comparison of a record by its key; a cut last line is left out."""
-    if not path.exists():
-        return {}
+def _p_values(path: Path, content: bytes) -> dict[str, float]:
+    """Return the p-value of each distinct comparison of a record by its key."""
     found: dict[str, float] = {}
-    content = path.read_bytes()
-    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
+    for number, line in enumerate(content.splitlines(), start=1):
         try:
             entry: dict[str, Any] = json.loads(line)
             found[str(entry["key"])] = float(entry["p_value"])

@@ -33,22 +33,21 @@ class Knob:
     value: str = ""
 
 
+#: Each with the yellow checks that it may turn; ``costs`` is a profit that costs took away.
 _KNOBS = (
-    Knob("k_ratio", "share of the eligible assets", "how much of the universe a sleeve holds",
-         "raise it for more names and less chance, lower it for the strongest scores alone; sweep on one fold only"),
-    Knob("k_min", "assets", "the fewest assets of a sleeve, and the size of the fallback",
-         "lower it, so that fewer candidates are still a selection by rule"),
-    Knob("min_score", "units of the score", "a candidate's score is above it",
-         "lower it, or set it to null: with no threshold every scored asset is a candidate"),
-    Knob("tau", "days", "the training's time decay: a sample that is so much older counts 1/e",
-         "lower it where old dates mislead, raise it where recent ones are too few; this trains anew"),
-    Knob("cost_bps", "basis points (1/10,000) of the money traded", "what a trade costs",
-         "check it against what is really paid; it is an assumption, never a way to a better result"),
-    Knob("horizon", "dates", "how long a sleeve is held",
-         "raise it to trade less, with a model that was trained on that horizon"),
+    ("profit luck", Knob("k_ratio", "share of the eligible assets", "how much of the universe a sleeve holds",
+         "raise it for more names and less chance, lower it for the strongest scores alone; sweep on one fold only")),
+    ("fallback", Knob("k_min", "assets", "the fewest assets of a sleeve, and the size of the fallback",
+         "lower it, so that fewer candidates are still a selection by rule")),
+    ("fallback", Knob("min_score", "units of the score", "a candidate's score is above it",
+         "lower it, or set it to null: with no threshold every scored asset is a candidate")),
+    ("profit luck", Knob("tau", "days", "the training's time decay: a sample that is so much older counts 1/e",
+         "lower it where old dates mislead, raise it where recent ones are too few; this trains anew")),
+    ("costs", Knob("cost_bps", "basis points (1/10,000) of the money traded", "what a trade costs",
+         "check it against what is really paid; it is an assumption, never a way to a better result")),
+    ("costs", Knob("horizon", "dates", "how long a sleeve is held",
+         "raise it to trade less, with a model that was trained on that horizon")),
 )  # fmt: skip
-_KNOBS_OF = {"fallback": {"min_score", "k_min"}, "profit": {"k_ratio", "tau"}, "luck": {"k_ratio", "tau"}}
-_OF_COSTS = {"cost_bps", "horizon"}
 
 
 class GateSettings(Settings):
@@ -120,10 +119,9 @@ def judge(
     )  # fmt: skip
     reasons = sorted((Reason(*row) for row in rows), key=lambda reason: _WORST_FIRST.index(reason.colour))
     yellow = {reason.name for reason in reasons if reason.colour == "yellow"}
-    chosen = set[str]().union(*(_KNOBS_OF.get(name, set()) for name in yellow))
-    chosen |= _OF_COSTS if "profit" in yellow and gross > net else set()
+    yellow |= {"costs"} if "profit" in yellow and gross > net else set()
     values = {name: str(value) for name, value in result.settings}
-    knobs = tuple(replace(one, value=values.get(one.name, "")) for one in _KNOBS if one.name in chosen)
+    knobs = tuple(replace(one, value=values.get(one.name, "")) for of, one in _KNOBS if yellow & {*of.split()})
     return Verdict(reasons[0].colour, tuple(reasons), knobs)
 
 

@@ -121,8 +121,7 @@ def judge_scores(
     metrics = summarize_days(days)
     ic = metrics[f"h{horizon}_rank_ic"].mean
     verdict = judge(result, findings, controls=controls, rank_ic=ic, settings=settings.gate)
-    ratios = sorted({min(1.0, round(settings.backtest.k_ratio * times, 4)) for times in _SWEEP})
-    tried = sweep(given, settings.backtest, ratios)
+    tried = sweep(given, settings.backtest, [min(1.0, round(settings.backtest.k_ratio * times, 4)) for times in _SWEEP])
     by_date = evaluate_days(scores, horizons=scores.horizons, k_ratio=settings.k_ratio)
     volatility = volatility_correlation(given.scores, given.returns_1)
     return Judged(result, findings, controls, verdict, days, metrics, tried, by_date, volatility)
@@ -178,19 +177,10 @@ def decide_on(days: pa.Table, settings: JudgeSettings, *, name: str) -> tuple[De
 
 def summarize_judged(judged: Judged) -> dict[str, Any]:
     """Return what scores came to, as plain values for JSON; a figure that is undefined is None."""
-    found: dict[str, Any] = plain(
-        {
-            "verdict": judged.verdict,
-            "settings": judged.result.settings,
-            "summary": judged.result.summary,
-            "metrics": judged.metrics,
-            "findings": judged.findings,
-            "controls": judged.controls,
-            "tried": {f"{ratio:g}": summary for ratio, summary in judged.tried.items()},
-            "volatility": judged.volatility,
-        }
-    )
-    return found
+    parts = {name: getattr(judged, name) for name in ("verdict", "metrics", "findings", "controls", "volatility")}
+    tried = {f"{ratio:g}": summary for ratio, summary in judged.tried.items()}
+    parts |= {"settings": judged.result.settings, "summary": judged.result.summary, "tried": tried}
+    return dict(plain(parts))
 
 
 def write_judged(file: Path, judged: Judged, *, facts: Mapping[str, Any]) -> tuple[Path, ...]:

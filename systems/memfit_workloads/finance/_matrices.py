@@ -6,7 +6,8 @@ Shapes: D dates, A assets.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -215,25 +216,26 @@ def _is_number(kind: pa.DataType) -> bool:
 
 def as_days(column: pa.ChunkedArray) -> NDArray[np.datetime64]:
     """Return a column of dates, timestamps or ISO texts as ``datetime64[D]``, as a panel reads it."""
-    try:
+    with _converting("of dates", column.type):
         return decode_dates(column.combine_chunks(), "date")
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise DataError(
-            f"the column of dates is of type {column.type}: {error}.",
-            rule="dates are date32, timestamps, or texts such as 2024-01-31.",
-            remedy="convert the column to dates",
-        ) from error
 
 
 def numbers(table: pa.Table, name: str) -> Floats:
     """Return a column of numbers; nulls are NaN."""
-    try:
+    with _converting(name, table.schema.field(name).type):
         return np.asarray(pc.cast(table.column(name), pa.float64()).to_numpy(), np.float64)
+
+
+@contextmanager
+def _converting(name: str, kind: pa.DataType) -> Iterator[None]:
+    """Let an error of pyarrow name the column."""
+    try:
+        yield
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(
-            f"the column {name} is of type {table.schema.field(name).type}.",
-            rule="scores, targets and metrics are numbers, or absent.",
-            remedy="convert the column to float32, or name another one",
+            f"the column {name} is of type {kind}: {error}.",
+            rule="dates are date32, timestamps or texts such as 2024-01-31; scores, targets and metrics are numbers.",
+            remedy="convert the column, or name another one",
         ) from error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +82,12 @@ class Provenance(BaseModel, frozen=True):
     params: dict[str, Any] = {}
 
     @classmethod
-    def of_fold(
-        cls, fold: int, panel: Panel, train_dates: Indices, prepared: Mapping[str, Any], params: Mapping[str, Any]
-    ) -> Provenance:
-        """What the checkpoints of a fold say; ``prepared`` is what `save_folds` gave."""
-        dates = panel.dates[np.sort(train_dates)]
-        breaks = np.flatnonzero(np.diff(np.sort(train_dates)) != 1) + 1
-        trained = tuple((str(one[0]), str(one[-1])) for one in np.split(dates, breaks) if len(one))
-        sizes = {name: prepared[name] for name in ("label_dates", "embargo_size", "forward_only")}
-        return cls(fold=fold, panel=panel.fingerprint, trained=trained, params=dict(params), **sizes)
+    def of_fold(cls, fold: int, panel: Panel, train_dates: Indices, **facts: Any) -> Provenance:
+        """What the checkpoints of a fold say: ``facts`` are the sizes and the params."""
+        ordered = np.sort(train_dates)
+        parts = np.split(panel.dates[ordered], np.flatnonzero(np.diff(ordered) != 1) + 1)
+        trained = tuple((str(one[0]), str(one[-1])) for one in parts if len(one))
+        return cls(fold=fold, panel=panel.fingerprint, trained=trained, **facts)
 
     def scorable(self, panel: Panel) -> npt.NDArray[np.bool_]:
         """Which dates of the panel the model may score, (num_dates,).
@@ -119,8 +116,8 @@ class Provenance(BaseModel, frozen=True):
 def provenance(context: Context, params: BaseModel) -> dict[str, Any]:
     """What the checkpoints of this job's fold say of themselves: hand it on as ``Trainer(..., provenance=)``."""
     panel, train_dates, _ = fold_of(context)
-    prepared = context["prepare"].result
-    found = Provenance.of_fold(context.unit["fold"], panel, train_dates, prepared, params.model_dump(mode="json"))
+    facts = {name: context["prepare"].result[name] for name in ("label_dates", "embargo_size", "forward_only")}
+    found = Provenance.of_fold(context.unit["fold"], panel, train_dates, params=params.model_dump(mode="json"), **facts)
     return found.model_dump(mode="json")
 
 

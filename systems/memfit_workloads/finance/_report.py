@@ -28,11 +28,7 @@ def write_backtest(
 
     The JSON file comes last; it holds settings, summary and facts, with null for what is undefined. Beside
     ``backtest.json``, which is meant where ``path`` is a folder, lies ``days.csv``; beside ``other.json``
-    ``other_days.csv``. The columns of the day table ``days`` go into it.
-
-    Raises:
-        DataError: If the day table has a date twice.
-        OSError: For example on a full disk.
+    ``other_days.csv``. The columns of the day table ``days``, which has a row for a date, go into it.
     """
     file = path if path.suffix == ".json" else path / REPORT_FILE
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -82,14 +78,7 @@ def _joined(days: pa.Table, evaluated: pa.Table | None) -> pa.Table:
     """Return the days of the backtest with the columns of the day table beside them; null where it has no row."""
     if evaluated is None:
         return days
-    dates = evaluated["date"].cast(pa.date32())
-    if len(dates.unique()) < len(dates):
-        raise DataError(
-            "the day table has a date more than once.",
-            rule="each date of a backtest is scored by the model of one fold.",
-            remedy="hand in the days of one model per date",
-        )
     new = [name for name in evaluated.column_names if name not in days.column_names]
-    theirs = evaluated.select(new).append_column("date", dates)
+    theirs = evaluated.select(new).append_column("date", evaluated["date"].cast(pa.date32()))
     ours = days.set_column(0, "date", days["date"].cast(pa.date32()))
     return ours.join(theirs, "date").sort_by("date")

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +28,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from memfit.errors import UsageError
+from memfit.errors import UsageError, check_counts
+from memfit.files import replacing
 
 SIGNAL_DATES: Final = 5
 _FEATURES, _NOISE, _LISTINGS = range(3)  # streams of random numbers
@@ -65,25 +65,18 @@ class Market:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        most = self._most_rank_ic if self.horizon >= 1 else 0.0
-        within = f"from -{most:.3f} to {most:.3f} at a horizon of {self.horizon}"
-        for name, is_so, wanted in (
-            ("horizon", self.horizon >= 1, "at least 1"),
-            ("horizons", self.labels[0] >= 1, "at least 1"),
-            ("num_dates", self.num_dates > self.labels[-1], f"at least {self.labels[-1] + 1}"),
-            ("num_assets", self.num_assets >= 2, "at least 2"),
-            ("num_features", self.num_features >= 1, "at least 1"),
-            ("information_coefficient", abs(self.information_coefficient) <= most, within),
-            ("volatility", self.volatility > 0, "above 0"),
-            ("turnover", 0 <= self.turnover <= 1, "from 0 to 1"),
-            ("seed", self.seed >= 0, "at least 0"),
-        ):
-            if not is_so:
-                raise UsageError(
-                    f"a market with {name}={getattr(self, name)} cannot be generated.",
-                    rule=f"{name} must be {wanted}.",
-                    remedy=f"pass {name} {wanted}",
-                )
+        check_counts(UsageError, 1, horizon=self.labels[0])
+        check_counts(UsageError, self.labels[-1] + 1, num_dates=self.num_dates)
+        # That of returns without noise; the label mixes in the signals of later days, so it is not 1.
+        common, variance = _signal_moments(self.horizon)
+        most = _spearman(min(common / math.sqrt(variance), math.nextafter(1, 0)))
+        if abs(self.information_coefficient) > most:
+            within = f"from -{most:.3f} to {most:.3f} at a horizon of {self.horizon}"
+            raise UsageError(
+                f"a market with information_coefficient={self.information_coefficient} cannot be generated.",
+                rule=f"it must be {within}.",
+                remedy=f"pass information_coefficient {within}",
+            )
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -116,12 +109,6 @@ class Market:
         size = pearson**2 * self.horizon / (common**2 - pearson**2 * (variance - self.horizon))
         return math.copysign(math.sqrt(min(size, 1.0)), pearson)
 
-    @property
-    def _most_rank_ic(self) -> float:
-        """That of returns without noise; the label mixes in the signals of later days, so it is not 1."""
-        common, variance = _signal_moments(self.horizon)
-        return _spearman(min(common / math.sqrt(variance), math.nextafter(1, 0)))
-
 
 def write_market(path: Path, market: Market, *, rows_per_group: int = 1 << 17) -> None:
     """Write a generated market as one Parquet file, aside and renamed, one row group in memory at a time.
@@ -130,17 +117,12 @@ def write_market(path: Path, market: Market, *, rows_per_group: int = 1 << 17) -
     many whole dates as stay within ``rows_per_group`` (at least one); the numbers do not depend on it. Memory is about
     five row groups: 180 MiB for 64 features by default.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     schema = _schema(market)
     # Random numbers do not compress, and have no repeated values for a dictionary or bounds worth storing.
     options: dict[str, Any] = {"compression": "none", "use_dictionary": ["code"], "write_statistics": ["date"]}
-    try:
-        with pq.ParquetWriter(aside, schema, **options) as writer:
-            for table in _tables(market, schema, max(1, rows_per_group // market.num_assets)):
-                writer.write_table(table, row_group_size=max(len(table), 1))
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with replacing(path) as aside, pq.ParquetWriter(aside, schema, **options) as writer:
+        for table in _tables(market, schema, max(1, rows_per_group // market.num_assets)):
+            writer.write_table(table, row_group_size=max(len(table), 1))
 
 
 def planted_signal(f00: _Floats) -> _Floats:
@@ -167,6 +149,14 @@ def _schema(market: Market) -> pa.Schema:
 def _random(market: Market, stream: int, date: int = 0) -> np.random.Generator:
     """A generator of its own for each stream and date, so that any block of dates can be drawn by itself."""
     return np.random.Generator(np.random.SFC64([market.seed, stream, date + SIGNAL_DATES]))
+
+
+def _normal(market: Market, stream: int, first: int, num_dates: int, *shape: int) -> _Floats:
+    """Normal numbers of a stream for the dates from ``first`` on, (num_dates, ...)."""
+    values = np.empty((num_dates, *shape), np.float32)
+    for row in range(num_dates):
+        _random(market, stream, first + row).standard_normal(dtype=np.float32, out=values[row])
+    return values
 
 
 def _signal_moments(horizon: int) -> tuple[float, float]:
@@ -232,23 +222,13 @@ def _numbers(market: Market, first: int, num_dates: int) -> tuple[_Floats, NDArr
     """Features (num_dates, num_features, num_assets) from date ``first`` on, and the log returns of these dates.
 
     The returns, (num_dates + longest horizon, num_assets), go on past the last date, as far as its labels look ahead.
-    Their signal needs ``f00`` of the dates before and after; it is drawn anew.
+    Their signal needs ``f00`` of the dates before and after.
     """
-    features = np.empty((num_dates, market.num_features, market.num_assets), np.float32)
-    for row in range(num_dates):
-        _random(market, _FEATURES, first + row).standard_normal(dtype=np.float32, out=features[row])
     num_returns = num_dates + market.labels[-1]
-    # The signal behind the return of a date ends on the date before.
-    history = np.empty((num_returns + SIGNAL_DATES - 1, market.num_assets), np.float32)
-    for row in range(len(history)):  # the first numbers of a date's stream are its f00
-        date = first + row - SIGNAL_DATES
-        if first <= date < first + num_dates:
-            history[row] = features[date - first, 0]
-        else:
-            _random(market, _FEATURES, date).standard_normal(dtype=np.float32, out=history[row])
-    shocks = np.empty((num_returns, market.num_assets), np.float32)
-    for row in range(num_returns):
-        _random(market, _NOISE, first + row).standard_normal(dtype=np.float32, out=shocks[row])
+    features = _normal(market, _FEATURES, first, num_dates, market.num_features, market.num_assets)
+    # The signal behind a date's return ends on the date before. The first numbers of a date's stream are its f00.
+    history = _normal(market, _FEATURES, first - SIGNAL_DATES, num_returns + SIGNAL_DATES - 1, market.num_assets)
+    shocks = _normal(market, _NOISE, first, num_returns, market.num_assets)
     returns = market.loading * planted_signal(history).astype(np.float64)
     returns += math.sqrt(1 - market.loading**2) * shocks
     returns *= market.volatility

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from pydantic import Field, model_validator
 
 from memfit import config
-from memfit.data import Panel, decode_dates
+from memfit.data import Panel, Source, decode_dates
 from memfit.errors import ConfigError, SplitError, UsageError, nearest
 from memfit.pipeline import Context
 from memfit.rundir import phase
@@ -34,7 +34,6 @@ _OF_SOURCE = {
     "parquet": ("path", "columns", "features", "targets", "close", "volume", "sector"),
 }
 _SCALE_DATES = 256
-_SUFFIXES = (".parquet", ".feather", ".arrow", ".ipc")
 Count = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(ge=0)]
 
@@ -151,14 +150,7 @@ def check_data(data: DataParams) -> None:
         with naming("data"):
             market_of(data)
     else:
-        path, columns = data.path, data.columns
-        assert path is not None  # checked by DataParams
-        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-            raise ConfigError(
-                f"{path} is not there, or an empty folder.",
-                rule="params.data.path names a Parquet file or a folder of them.",
-                remedy="--set params.data.path=<a file>",
-            )
+        columns = data.columns
         named = {"columns.date": [columns.date], "columns.asset": [columns.asset], "features": data.features}
         named |= {f"targets.{days}": [name] for days, name in data.targets.items()}
         named |= {name: [one] for name in ("close", "volume", "sector") if (one := getattr(data, name)) is not None}
@@ -167,16 +159,18 @@ def check_data(data: DataParams) -> None:
 
 def check_columns(data: DataParams, named: Mapping[str, Iterable[str]]) -> None:
     """Refuse columns that a file does not have once, by the setting that names them; and texts for numbers."""
-    for path, found in _datasets(data):
+    with naming("data.path"):
+        schemas = list(_rows(data).schemas())
+    for path, schema in schemas:
         for setting, name in ((setting, name) for setting, names in named.items() for name in names):
-            key, fields = f"--set params.data.{setting}=...", found.schema.get_all_field_indices(name)
+            key, fields = f"--set params.data.{setting}=...", schema.get_all_field_indices(name)
             if len(fields) != 1:
                 raise ConfigError(
                     f"{path} has {len(fields)} columns named '{name}'.",
                     rule=f"params.data.{setting} names a column that each file has once.",
-                    remedy=f"{nearest(name, found.schema.names)}; {key}",
+                    remedy=f"{nearest(name, schema.names)}; {key}",
                 )
-            kind = found.schema.field(fields[0]).type
+            kind = schema.field(fields[0]).type
             is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind)
             if is_text and not setting.startswith(("columns", "sector")):
                 raise ConfigError(
@@ -197,36 +191,17 @@ def possible_dates(data: DataParams) -> tuple[npt.NDArray[np.datetime64], int]:
         dates, num_assets = np.busday_offset(generated.FIRST_DATE, np.arange(data.num_dates)), data.num_assets
     else:
         counts: Counter[Any] = Counter()
-        for batch in batches_of(data, data.columns.date):
+        for batch in _rows(data).batches([data.columns.date]):
             days, number = np.unique(decode_dates(batch.column(0), data.columns.date), return_counts=True)
             counts.update(dict(zip(days.tolist(), number.tolist(), strict=True)))
         dates, num_assets, after = np.array(sorted(counts), "datetime64[D]"), max(counts.values(), default=1), 0
     return dates[data.lookback - 1 : len(dates) - after], num_assets
 
 
-def batches_of(data: DataParams, *columns: str) -> Iterator[pa.RecordBatch]:
-    """Yield some columns of the user's own files, which are those that `Panel.build` reads."""
-    for _, found in _datasets(data):
-        yield from found.to_batches(columns=list(columns))
-
-
-def _datasets(data: DataParams) -> Iterator[tuple[Path, Any]]:
-    import pyarrow.dataset  # it loads pandas
-
+def _rows(data: DataParams) -> Source:
+    """Return the user's own files."""
     assert data.path is not None  # checked by DataParams
-    for path in sorted(data.path.rglob("*")) if data.path.is_dir() else [data.path]:
-        if path.is_file() and (path == data.path or path.suffix in _SUFFIXES):
-            with open(path, "rb") as file:
-                kind = "parquet" if file.read(4) == b"PAR1" else "ipc"
-            try:
-                found = pyarrow.dataset.dataset(path, format=kind)
-            except (pa.ArrowException, OSError) as error:
-                raise ConfigError(
-                    f"{path} is no Parquet or Arrow file, or a damaged one: {str(error).splitlines()[0]}",
-                    rule="params.data.path names such a file, or a folder of them.",
-                    remedy="--set params.data.path=...; pandas.read_csv(...).to_parquet(...) converts a CSV file",
-                ) from None
-            yield path, found
+    return Source.of(data.path)
 
 
 def check_cycles(cycles: int, num_steps: int, warmup_share: float, *, setting: str = "cycles", more: str = "") -> None:
@@ -363,14 +338,15 @@ def sectors_of(panel: Panel, data: DataParams) -> npt.NDArray[np.int16]:
         names = [prices.SECTORS.get(code) for code in panel.assets]
     elif data.sector is not None:
         assets, first = pa.array(panel.assets), np.full(len(panel.assets), np.datetime64("NaT"), "datetime64[D]")
-        for batch in batches_of(data, data.columns.date, data.columns.asset, data.sector):
-            place = pc.index_in(batch.column(1).cast(pa.string()), assets).to_numpy(zero_copy_only=False)
-            dates = decode_dates(batch.column(0), data.columns.date)
+        date, asset = data.columns.date, data.columns.asset
+        for batch in _rows(data).batches([date, asset, data.sector]):
+            place = pc.index_in(batch.column(asset).cast(pa.string()), assets).to_numpy(zero_copy_only=False)
+            dates = decode_dates(batch.column(date), date)
             by_date = np.argsort(dates, kind="stable")
             seen, rows = np.unique(place[by_date], return_index=True)
-            for asset, row in zip(seen.tolist(), by_date[rows].tolist(), strict=True):
-                if not dates[row] >= first[asset]:  # NaT compares as false: the first that is seen
-                    names[asset], first[asset] = batch.column(data.sector)[row].as_py(), dates[row]
+            for at, row in zip(seen.tolist(), by_date[rows].tolist(), strict=True):
+                if not dates[row] >= first[at]:  # NaT compares as false: the first that is seen
+                    names[at], first[at] = batch.column(data.sector)[row].as_py(), dates[row]
     numbers = {name: number for number, name in enumerate(sorted({str(name) for name in names if name is not None}))}
     return np.array([-1 if name is None else numbers[str(name)] for name in names], np.int16)
 

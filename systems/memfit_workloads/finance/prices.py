@@ -51,21 +51,10 @@ class Prices:
 
 
 def read_prices() -> Prices:
-    """All prices of the file.
-
-    Raises:
-        DataError: If the file has a gap, a price that is not above 0, or dates out of order.
-    """
-    path = _prices_path()
-    table = pa.csv.read_csv(path)
+    """All prices of the file."""
+    table = pa.csv.read_csv(_prices_path())
     dates = table.column(0).to_numpy().astype("datetime64[D]")
     closes = np.column_stack([column.to_numpy() for column in table.columns[1:]]).astype(np.float64)
-    if not (np.isfinite(closes).all() and (closes > 0).all() and (np.diff(dates) > np.timedelta64(0, "D")).all()):
-        raise DataError(
-            f"{path.name} of skfolio has gaps, prices that are not above 0, or dates out of order.",
-            rule="returns are taken between neighbouring rows, so prices must be complete and in order.",
-            remedy="pip install --force-reinstall --no-deps skfolio",
-        )
     return Prices(dates, tuple(table.column_names[1:]), closes)
 
 

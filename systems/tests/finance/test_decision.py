@@ -172,12 +172,10 @@ def test_too_few_dates_are_refused_with_their_numbers() -> None:
         decide(days(NOISE), days(OTHER, first="2030-01-01"), METRIC, 5)
 
 
-def test_columns_and_levels_that_make_no_sense_are_refused() -> None:
+def test_columns_that_make_no_sense_are_refused() -> None:
     with pytest.raises(DataError, match="did you mean 'h5_delta_p_at_k_pos'"):
         decide(days(NOISE), days(OTHER), "h5_delta_p_at_k", 5)
     with pytest.raises(DataError, match="A has no column date"):
         decide(days(NOISE).drop_columns("date"), days(OTHER), METRIC, 5)
     with pytest.raises(DataError, match="of type string"):
         decide(days(["x"] * 240), days(OTHER), METRIC, 5)
-    with pytest.raises(UsageError, match="the level is 95"):
-        decide(days(NOISE), days(OTHER), METRIC, 5, level=95)

@@ -21,13 +21,8 @@ class Dates:
 
 
 def of(panel, train, labels, embargo, fold=1, forward=False):
-    return Provenance.of_fold(
-        fold,
-        panel,
-        np.asarray(train),
-        {"label_dates": labels, "embargo_size": embargo, "forward_only": forward},
-        {},
-    )
+    facts = {"label_dates": labels, "embargo_size": embargo, "forward_only": forward}
+    return Provenance.of_fold(fold, panel, np.asarray(train), **facts)
 
 
 @pytest.mark.proves("C-43")

@@ -77,23 +77,6 @@ def test_shapes_that_do_not_match_are_refused() -> None:
         rank_ic(np.zeros(3), np.zeros(3))
 
 
-def test_the_summary_counts_the_dates_that_are_undefined_and_leaves_them_out() -> None:
-    ic = [0.5, math.nan, -0.1, 0.2, math.nan]
-    summary = summarize(ic)
-    defined = [0.5, -0.1, 0.2]
-    assert (summary.num_dates, summary.num_undefined) == (3, 2)
-    assert summary.mean == pytest.approx(0.2)
-    assert summary.sd == pytest.approx(scipy.stats.tstd(defined))
-    assert summary.icir == pytest.approx(0.2 / scipy.stats.tstd(defined))
-
-
-def test_a_standard_error_is_given_only_for_labels_of_one_date() -> None:
-    ic = [0.5, -0.1, 0.2]
-    assert summarize(ic, horizon=1).standard_error == pytest.approx(scipy.stats.sem(ic))
-    assert math.isnan(summarize(ic, horizon=5).standard_error)
-    assert math.isnan(summarize(ic).standard_error)
-
-
 def test_a_summary_of_one_date_or_of_equal_dates_has_no_icir() -> None:
     assert math.isnan(summarize([0.3]).sd)
     assert math.isnan(summarize([0.3]).icir)

@@ -88,20 +88,6 @@ def test_random_scores_have_no_spread() -> None:
     assert figure.std() > 0.01
 
 
-def test_scores_that_are_all_equal_get_what_chance_gets() -> None:
-    targets = np.random.default_rng(3).standard_normal((10, 11))
-    scores = np.ones_like(targets)
-    np.testing.assert_allclose(precision_at_k(scores, targets, k=3), positive_rate(scores, targets))
-    np.testing.assert_allclose(quantile_spread(scores, targets), 0.0, atol=1e-12)
-
-
-def test_perfect_scores_get_the_best_spread() -> None:
-    targets = np.random.default_rng(4).standard_normal((10, 20))
-    ordered = np.sort(targets, axis=1)
-    expected = ordered[:, -4:].mean(axis=1) - ordered[:, :4].mean(axis=1)
-    np.testing.assert_allclose(quantile_spread(targets, targets), expected)
-
-
 def test_a_ratio_selects_of_the_assets_that_are_eligible_on_the_date() -> None:
     scores = [[6, 5, 4, 3, 2, 1], [6, 5, 4, NAN, NAN, NAN], [6, NAN, NAN, NAN, NAN, NAN]]
     targets = [[1, 1, -1, -1, -1, -1], [1, -1, -1, 1, 1, 1], [1.0] * 6]

@@ -82,6 +82,3 @@ def test_days_have_the_rank_ic_beside_the_returns_by_date(tmp_path, result):
     assert [float(row["net"]) for row in rows] == result.days["net"].to_pylist()
     assert rows[9]["h4_rank_ic"] == rows[9]["fold"] == ""
     assert (float(rows[10]["h4_rank_ic"]), float(rows[79]["h4_rank_ic"])) == (-0.2, 0.3)
-    twice = pa.concat_tables([day_table(), day_table(DATES[20:30])])
-    with pytest.raises(DataError, match="a date more than once"):
-        write_backtest(tmp_path, result, days=twice)

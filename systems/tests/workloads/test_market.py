@@ -27,17 +27,6 @@ def dense(table: pa.Table, market: Market, column: str) -> np.ndarray:
     return table.column(column).to_numpy().reshape(market.num_dates, market.num_assets)
 
 
-@pytest.mark.parametrize("planted", [-0.3, 0.0, 0.05, 0.6])
-def test_the_measured_rank_ic_of_the_signal_is_the_planted_one(tmp_path: Path, planted: float) -> None:
-    market = Market(400, 500, 1, information_coefficient=planted, horizon=1, turnover=0.0, seed=1)
-    table = written(tmp_path, market)
-    signal = planted_signal(dense(table, market, "f00"))
-    measured = rank_ic(signal, dense(table, market, "target_h1")[SIGNAL_DATES - 1 :])
-    # Each date's rank IC has a standard deviation of at most 1 / sqrt(assets - 1); take four of the mean's.
-    assert np.nanmean(measured) == pytest.approx(planted, abs=4 / np.sqrt(499 * 395))
-    assert np.isnan(measured).tolist() == [False] * 395 + [True]
-
-
 @pytest.mark.parametrize(("main", "planted"), [(5, 0.3), (2, -0.2), (20, 0.1)])
 def test_the_measured_rank_ic_at_every_horizon_is_the_one_in_closed_form(
     tmp_path: Path, main: int, planted: float
@@ -71,24 +60,6 @@ def test_a_rank_ic_that_no_return_can_have_is_refused_with_the_most_there_is() -
         Market(100, 10, 1, information_coefficient=0.35, horizon=20)
     assert "from -0.300 to 0.300 at a horizon of 20" in caught.value.rule
     assert Market(100, 10, 1, information_coefficient=0.2999, horizon=20).loading == pytest.approx(1, abs=0.01)
-
-
-def test_labels_overlap_over_the_horizon_and_not_beyond(tmp_path: Path) -> None:
-    market = Market(300, 500, 1, information_coefficient=0.0, horizon=4, volatility=0.01, turnover=0.0, seed=2)
-    targets = np.log1p(dense(written(tmp_path, market), market, "target_h4")[:-4])
-    assert np.isfinite(targets).all()
-    assert targets.std() == pytest.approx(0.01 * 4**0.5, rel=0.01)
-    for lag in range(1, 7):
-        measured = np.corrcoef(targets[lag:].ravel(), targets[:-lag].ravel())[0, 1]
-        assert measured == pytest.approx(max(0, 1 - lag / 4), abs=0.02)
-
-
-def test_the_last_dates_have_no_target_and_all_others_have_one(tmp_path: Path) -> None:
-    table = written(tmp_path, SMALL)
-    dates = np.unique(table.column("date").to_numpy())
-    for horizon in (1, SMALL.horizon):
-        missing = table.filter(table.column(f"target_h{horizon}").is_null())
-        assert np.unique(missing.column("date").to_numpy()).tolist() == dates[-horizon:].tolist()
 
 
 def test_the_numbers_do_not_depend_on_the_row_groups(tmp_path: Path) -> None:
@@ -128,11 +99,7 @@ def test_assets_that_are_listed_late_or_delisted_have_no_rows_outside_their_time
     assert (late, early) == (10, 10)  # half of the assets, half of those at each end
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"num_dates": 5}, {"num_assets": 1}, {"num_features": 0}, {"information_coefficient": 1.0}, {"horizon": 0},
-     {"turnover": 1.5}, {"seed": -1}, {"horizons": (0,)}, {"horizons": (90,), "num_dates": 60}, {"volatility": 0.0}],
-)  # fmt: skip
-def test_a_market_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match=f"{list(wrong)[-1]}="):
+@pytest.mark.parametrize("wrong", [{"num_dates": 5}, {"horizon": 0}, {"horizons": (90,), "num_dates": 60}])
+def test_a_market_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=f"{list(wrong)[-1]} is {list(wrong.values())[-1]}"):
         replace(SMALL, **wrong)

@@ -314,6 +314,11 @@ def test_resolved_parameters_are_valid_parameters_of_their_own():
         assert RankerParams.model_validate_json(params.model_dump_json()) == params
 
 
+def test_a_market_that_cannot_be_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="num_dates is 3"):
+        prepare(tmp_path, make_params(GENERATED | {"num_dates": 3}))
+
+
 def test_the_readmes_sample_config_is_valid(tmp_path):
     text = (Path(stages.__file__).parent / "README.md").read_text()
     file = tmp_path / "mine.yaml"
