@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 import memfit
 from memfit import config
-from memfit.errors import ConfigError, SplitError
+from memfit.errors import ConfigError, SplitError, UsageError
 from memfit.pipeline import Choice, RunConfig
 from memfit.splits import PurgedKFold, WalkForward
 from memfit_workloads.finance.panels import check_folds, fingerprint, hold_out, market, possible_dates
