@@ -50,6 +50,7 @@ ROOMS = {
     "recipes": ("systems/memfit_workloads/recipes", "Recipes"),
     "trajectory": ("systems/memfit_workloads/trajectory", "Trajectory model"),
     "finance": ("systems/memfit_workloads/finance", "Statistics"),
+    "own": ("systems/memfit_workloads/own.py", "Own networks"),
 }
 _HEAD = """\
 # Does it work, and how well?
