@@ -49,6 +49,7 @@ ROOMS = {
     "recipes": ("systems/memfit_workloads/recipes", "Recipes"),
     "trajectory": ("systems/memfit_workloads/trajectory", "Trajectory model"),
     "finance": ("systems/memfit_workloads/finance", "Statistics"),
+    "own": ("systems/memfit_workloads/own.py", "Own networks"),
 }
 _HEAD = """\
 # Does it work, and how well?
@@ -289,8 +290,9 @@ def make_page(rows: Sequence[Mapping[str, Any]], changed: Mapping[str, str]) -> 
 
 def file_of(name: str) -> Path:
     """Return the file of a benchmark: one of this folder, or of a workload."""
-    path = ROOT / "benchmarks" / f"{name}.py"
-    return path if path.exists() else ROOT / "systems" / "memfit_workloads" / name / "bench.py"
+    systems = ROOT / "systems" / "memfit_workloads"
+    tried = (ROOT / "benchmarks" / f"{name}.py", systems / name / "bench.py", systems / f"{name}_bench.py")
+    return next(path for path in tried if path.exists())
 
 
 def summary(path: Path) -> str:
@@ -319,7 +321,8 @@ def main() -> int:
         print_table([(name, summary(file_of(name))) for name in ROOMS])
     elif options.verb == "run":
         path, folders = file_of(options.name), [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
-        words = [str(path)] if path.name != "bench.py" else ["-m", f"memfit_workloads.{options.name}.bench"]
+        module = ".".join(path.with_suffix("").parts[len(ROOT.parts) + 1 :])
+        words = [str(path)] if module == options.name else ["-m", module]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
         os.execve(sys.executable, [sys.executable, *words, *rest], environment)
     elif options.verb == "add":
