@@ -49,7 +49,7 @@ ROOMS = {
     "recipes": ("systems/memfit_workloads/recipes", "Recipes"),
     "trajectory": ("systems/memfit_workloads/trajectory", "Trajectory model"),
     "finance": ("systems/memfit_workloads/finance", "Statistics"),
-    "own": ("systems/memfit_workloads/own.py", "Own networks"),
+    "own": ("systems/memfit_workloads/own", "Own networks"),
 }
 _HEAD = """\
 # Does it work, and how well?
@@ -239,11 +239,10 @@ def here() -> dict[str, Any]:
     """Return what a figure of this moment carries: commit, date, host and load."""
     done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    host = f"{os.cpu_count()} cores, {memory:.0f} GiB"
     return {
         "commit": done.stdout.strip() or None,
         "date": time.strftime("%Y-%m-%d"),
-        "host": host,
+        "host": f"{os.cpu_count()} cores, {memory:.0f} GiB",
         "load": round(os.getloadavg()[0], 1),
     }
 
@@ -290,9 +289,8 @@ def make_page(rows: Sequence[Mapping[str, Any]], changed: Mapping[str, str]) -> 
 
 def file_of(name: str) -> Path:
     """Return the file of a benchmark: one of this folder, or of a workload."""
-    systems = ROOT / "systems" / "memfit_workloads"
-    tried = (ROOT / "benchmarks" / f"{name}.py", systems / name / "bench.py", systems / f"{name}_bench.py")
-    return next(path for path in tried if path.exists())
+    path = ROOT / "benchmarks" / f"{name}.py"
+    return path if path.exists() else ROOT / "systems" / "memfit_workloads" / name / "bench.py"
 
 
 def summary(path: Path) -> str:
@@ -321,8 +319,7 @@ def main() -> int:
         print_table([(name, summary(file_of(name))) for name in ROOMS])
     elif options.verb == "run":
         path, folders = file_of(options.name), [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
-        module = ".".join(path.with_suffix("").parts[len(ROOT.parts) + 1 :])
-        words = [str(path)] if module == options.name else ["-m", module]
+        words = [str(path)] if path.name != "bench.py" else ["-m", f"memfit_workloads.{options.name}.bench"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
         os.execve(sys.executable, [sys.executable, *words, *rest], environment)
     elif options.verb == "add":
