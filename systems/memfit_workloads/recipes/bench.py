@@ -21,7 +21,7 @@ from memfit.pipeline import Output
 from memfit.rundir import read_events
 from memfit.units import format_bytes
 from memfit_workloads.benches import run
-from memfit_workloads.recipes.params import RecipesParams, plan_of
+from memfit_workloads.recipes.params import LoraParams, RecipesParams, plan_of
 from memfit_workloads.recipes.text import make_recipes
 from memfit_workloads.recipes.training import BASE_BYTES
 
@@ -32,9 +32,10 @@ def evening(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Run a fine-tune, and return what was planned, measured and reached."""
     path = Path(run(CONFIG, settings | {"runs_dir": folder})["run"])
     judged, trained = (Output(path / f"checkpoints/stage_{name}.json").result for name in ("evaluate", "train"))
-    nested = {name: value for name, value in settings.items() if "." not in name}
-    lora = {"lora": {"rank": settings.get("lora.rank", 0)}}
-    parts = estimate_formula(*plan_of(RecipesParams(**nested, **lora))[:2])
+    params = RecipesParams(
+        pretrained_model=settings["pretrained_model"], lora=LoraParams(rank=settings.get("lora.rank", 0))
+    )
+    parts = estimate_formula(*plan_of(params)[:2])
     epochs = [one for one in read_events(path / "events.jsonl") if one["kind"] == "epoch"]
     return {
         "trained": trained["num_trained"],

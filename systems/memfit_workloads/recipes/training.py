@@ -132,6 +132,16 @@ def loaders(context: Context, params: RecipesParams, batch: int) -> dict[str, Se
     return found
 
 
+def make_optimizer(params: RecipesParams, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of the weights that are trained; say how many these are where it is not all."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    if params.lora.rank:
+        few, all_ = (sum(one.numel() for one in some) for some in (trained, model.parameters()))
+        record("adapters", num_trained=few, text=f"trains {few:,} of {all_:,} weights, by adapters")
+    kind: Any = torch.optim.AdamW if params.optimizer == "adamw" else torch.optim.Adafactor
+    return kind(trained, lr=params.learning_rate, foreach=False)  # type: ignore[no-any-return]
+
+
 def train(context: Context, params: RecipesParams) -> dict[str, Any]:
     """Fine-tune the model; save it as ``model``."""
     phase("load")
@@ -142,12 +152,7 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
     told = f"{'automatic' if chosen['auto'] else 'given'}: {chosen['equation']}"
     record("batch_plan", **chosen, text=f"trains with the batch {told}")
     batches = loaders(context, params, chosen["batch_size"])
-    kind: Any = torch.optim.AdamW if params.optimizer == "adamw" else torch.optim.Adafactor
-    trained = [one for one in model.parameters() if one.requires_grad]
-    if params.lora.rank:
-        counts = [sum(one.numel() for one in some) for some in (trained, model.parameters())]
-        record("adapters", num_trained=counts[0], text=f"trains {counts[0]:,} of {counts[1]:,} weights, by adapters")
-    optimizer = kind(trained, lr=params.learning_rate, foreach=False)
+    optimizer = make_optimizer(params, model)
     warmup = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (params.warmup_steps + 1)))
     device = find_device(params.device)
     able = capabilities(model.to(device), params)
@@ -190,7 +195,7 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
         "train_loss": last.train_loss,
         "valid_loss": last.metrics["valid_loss"],
         "num_epochs": len(result.history),
-        "num_trained": sum(one.numel() for one in trained),
+        "num_trained": sum(one.numel() for group in optimizer.param_groups for one in group["params"]),
         "share_that_moves": moves,
         "capabilities": able,
         "compile": compiled.summary() if compiled else None,
