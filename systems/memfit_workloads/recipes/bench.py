@@ -36,12 +36,12 @@ def evening(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         pretrained_model=settings["pretrained_model"], lora=LoraParams(rank=settings.get("lora.rank", 0))
     )
     parts = estimate_formula(*plan_of(params)[:2])
-    epochs = [one for one in read_events(path / "events.jsonl") if one["kind"] == "epoch"]
+    epochs = [one for one in read_events(path / "events") if one["kind"] == "epoch"]
     return {
         "trained": trained["num_trained"],
         "optimizer": parts.parts["optimizer"].value,
         "planned": BASE_BYTES + parts.device["allocated_bytes"].upper,
-        "measured": max(one.private_bytes for one in read_series(path / "jobs/stage_train/memory.jsonl")),
+        "measured": max(one.private_bytes for one in read_series(path / "jobs/train/memory.jsonl")),
         "samples_per_second": epochs[-1]["samples_per_second"],
         "before": {name: judged["before"][name] for name in ("rouge1", "rougeL")},
         "after": {name: judged[name] for name in ("rouge1", "rougeL")},
