@@ -1,6 +1,6 @@
 """A T5 from a folder as the hub gives it, fine-tuned in full and by adapters: planned, measured, and ROUGE.
 
-    make bench NAME=recipes ARGS="--d-model 512"
+    make bench NAME=recipes ARGS="--d-model 128"
 
 A T5 first learns to write recipes from ingredients, and is saved as config.json, model.safetensors and tokenizer.json.
 From that folder it learns the other direction. ``--compiled`` adds a run whose blocks run through ``torch.compile``.
@@ -50,23 +50,26 @@ def evening(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--d-model", type=int, default=512)
-    options.add_argument("--pairs", type=int, default=1200)
-    options.add_argument("--epochs", type=int, default=3)
+    options.add_argument("--d-model", type=int, default=128)
+    options.add_argument("--pairs", type=int, default=800)
+    options.add_argument("--epochs", type=int, default=4)
     options.add_argument("--compiled", action="store_true")
     args = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="recipes-") as name:
         folder, ways = Path(name).resolve(), dict[str, dict[str, Any]]()
         model, pairs = str(folder / "t5"), folder / "pairs.jsonl"
-        small = {"tiny.d_model": args.d_model, "tiny.num_layers": 4, "num_rouge": 0, "learning_rate": 0.001}
-        run(CONFIG, small | {"data.num_pairs": args.pairs, "epochs": 2, "model_output": model, "runs_dir": folder})
+        small = {"tiny.d_model": args.d_model, "num_rouge": 0, "gradient_accumulation_steps": 1}
+        run(
+            CONFIG,
+            small | {"data.num_pairs": args.pairs, "epochs": args.epochs, "model_output": model, "runs_dir": folder},
+        )
         make_recipes(pairs, args.pairs, 7)
         data = {"source": "files", "path": pairs, "source_field": "recipe", "target_field": "ingredients"}
         given = {f"data.{key}": value for key, value in data.items()} | {"data.min_words": 1}
-        given |= {"pretrained_model": model, "epochs": args.epochs, "baseline": True}
+        given |= {"pretrained_model": model, "epochs": args.epochs, "baseline": True, "gradient_accumulation_steps": 1}
         for way, more in {
             "all weights": {"learning_rate": 0.001},
-            "adapters": {"lora.rank": 16, "learning_rate": 0.003},
+            "adapters": {"lora.rank": 16, "learning_rate": 0.01},
             **({"compiled": {"compile": True, "learning_rate": 0.001}} if args.compiled else {}),
         }.items():
             ways[way] = evening(folder, given | more)
