@@ -25,8 +25,8 @@ class CompiledBlocks:
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         try_compiler(device)
-        self._start = self._told = _compiled()
-        self._warm_up: dict[str, Any] = {"num_graphs": 0, "seconds": 0.0}
+        self._told = _compiled()
+        self._epochs: list[dict[str, Any]] = []
         for block in blocks_of(model):
             block.compile(dynamic=True)
 
@@ -43,20 +43,17 @@ class CompiledBlocks:
 
     def __call__(self, epoch: EpochRecord) -> None:
         """Record what was compiled since the epoch before; the first time that is the warm-up."""
-        found, self._told = _since(self._told), _compiled()
-        self._warm_up = self._warm_up if self._warm_up["num_graphs"] else found
+        before, self._told = self._told, _compiled()
+        found = {name: round(value - before[name], 2) for name, value in self._told.items()}
+        self._epochs.append(found)
         text = f"compiled {found['num_graphs']} graphs in {found['seconds']:.0f} s in epoch {epoch.epoch}"
         record("compiled", epoch=epoch.epoch, **found, **({"text": text} if found["num_graphs"] else {}))
 
     def summary(self) -> dict[str, Any]:
-        """Return what this attempt compiled, and how long the warm-up took: all that its first epoch compiled."""
-        found, first = _since(self._start), self._warm_up
-        return {
-            "num_graphs": found["num_graphs"],
-            "num_graphs_after_warm_up": found["num_graphs"] - first["num_graphs"],
-            "warm_up_seconds": first["seconds"],
-            "graph_breaks": found["graph_breaks"],
-        }
+        """Return how many graphs this attempt compiled, how many after its first epoch, and how long that one took."""
+        counts = [one["num_graphs"] for one in self._epochs]
+        first = self._epochs[0]["seconds"] if counts else 0.0
+        return {"num_graphs": sum(counts), "num_graphs_after_warm_up": sum(counts[1:]), "warm_up_seconds": first}
 
 
 def _compiled() -> dict[str, Any]:
@@ -67,10 +64,6 @@ def _compiled() -> dict[str, Any]:
         "seconds": utils.calculate_time_spent()["total_wall_time"],
         "graph_breaks": sum(utils.counters["graph_break"].values()),
     }
-
-
-def _since(before: dict[str, Any]) -> dict[str, Any]:
-    return {name: round(value - before[name], 2) for name, value in _compiled().items()}
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:

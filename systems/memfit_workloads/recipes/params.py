@@ -23,6 +23,7 @@ SETTINGS = {
     "--gradient-checkpointing": "params.gradient_checkpointing=true",
     "--optimizer adafactor": "params.optimizer=adafactor",
     "--dtype bf16-amp": "params.precision=bf16-mixed",
+    "--lora 16": "params.lora.rank=16",
 }
 
 
@@ -56,11 +57,23 @@ class TinyParams(config.Settings):
     vocab_size: int = Field(800, ge=64, description="pieces of the tokenizer that is trained on the data")
 
 
+class LoraParams(config.Settings):
+    """Adapters of PEFT beside frozen weights."""
+
+    rank: int = Field(0, ge=0, description="0: all weights are trained")
+    alpha: int = Field(32, ge=1)
+    dropout: float = Field(0.05, ge=0, lt=1)
+    modules: tuple[str, ...] = Field((), description="layers beside which they go: PEFT's own, or all-linear")
+
+
 class RecipesParams(config.Settings):
     """All settings of the workload."""
 
     data: DataParams = DataParams()
-    pretrained_model: Path | None = Field(None, description="a folder with config.json, weights and tokenizer.json")
+    pretrained_model: str | None = Field(
+        None, description="a folder with config.json, weights and tokenizer.json, or a name on the hub"
+    )
+    lora: LoraParams = LoraParams()
     model_output: Path | None = Field(None, description="where the trained model is also saved")
     tiny: TinyParams = TinyParams()
     epochs: int = Field(6, ge=1)
@@ -81,7 +94,9 @@ class RecipesParams(config.Settings):
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: the granted GPU, the CPU where there is none"
     )
-    num_samples: int = Field(2, ge=0, description="texts to generate at the end")
+    num_samples: int = Field(2, ge=0, description="written texts to look at")
+    num_rouge: int = Field(200, ge=0, description="validation pairs whose written texts are scored by ROUGE")
+    baseline: bool = Field(False, description="judge the model before the training too")
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> RecipesParams:
@@ -120,17 +135,31 @@ def model_config(params: RecipesParams, vocab_size: int) -> dict[str, Any]:
         name = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
         return {**name, **shape, **pieces, "feed_forward_proj": "gated-gelu", "is_encoder_decoder": True}
     try:
-        found: dict[str, Any] = json.loads((params.pretrained_model / "config.json").read_text())
+        found: dict[str, Any] = json.loads(find_file(params.pretrained_model, "config.json").read_text())
     except (OSError, ValueError) as error:
         raise unreadable(params.pretrained_model, error) from None
     return found
 
 
-def unreadable(folder: Path, error: Exception) -> ConfigError:
+def find_file(model: str, name: str) -> Path:
+    """Return a file of a pretrained model: in its folder; of a name on the hub from the cache, else by the network."""
+    if Path(model).is_dir():
+        return Path(model, name)
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(model, name)
+        return Path(cached if isinstance(cached, str) else hf_hub_download(model, name))
+    except (OSError, ValueError) as error:
+        raise unreadable(model, error) from None
+
+
+def unreadable(model: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"{folder} cannot be loaded: {str(error).splitlines()[0]}.",
-        rule="pretrained_model is a folder that save_pretrained() wrote; nothing is downloaded.",
-        remedy="--set params.pretrained_model=<such a folder>, or leave it out for a small T5",
+        f"{model} cannot be loaded: {str(error).splitlines()[0].rstrip('.')}.",
+        rule="pretrained_model is a folder that save_pretrained() wrote, or a name on the hub, cached or reached.",
+        remedy=f"where there is a network: hf download {model} --local-dir models/{Path(model).name}; then "
+        f"--set params.pretrained_model=models/{Path(model).name}. Left out, a small T5 is made",
     )
 
 
@@ -142,11 +171,13 @@ def setup_of(params: RecipesParams, batch: int) -> Setup:
         dtype=_DTYPES[params.precision], optimizer=params.optimizer, foreach=False,
         clip_grad_norm=params.max_grad_norm is not None,
         gradient_checkpointing="full" if params.gradient_checkpointing else "none", compiled=params.compile,
-        learning_rate=params.learning_rate,
+        learning_rate=params.learning_rate, lora_rank=params.lora.rank, lora_targets=params.lora.modules,
+        lora_dropout=params.lora.dropout,
     )  # fmt: skip
 
 
 def plan_of(params: RecipesParams) -> tuple[dict[str, Any], Setup, str]:
     """Return the model, how it is trained and the folder of its weights; with one pair where the size is automatic."""
-    is_auto, folder = params.auto_batch_size and params.batch_size is None, str(params.pretrained_model or "")
+    is_auto, model = params.auto_batch_size and params.batch_size is None, params.pretrained_model
+    folder = str(find_file(model, "config.json").parent) if model else ""
     return model_config(params, params.tiny.vocab_size), setup_of(params, 1 if is_auto else 8), folder

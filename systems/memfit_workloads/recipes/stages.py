@@ -25,7 +25,7 @@ _MODEL = ("pretrained_model", "tiny", "max_source_length", "max_target_length")
 _TRAIN = (
     "model_output", "epochs", "batch_size", "gradient_accumulation_steps", "global_batch_size", "auto_batch_size",
     "max_tokens", "optimizer", "learning_rate", "warmup_steps", "max_grad_norm", "precision",
-    "gradient_checkpointing", "compile", "device",
+    "gradient_checkpointing", "compile", "device", "lora",
 )  # fmt: skip
 
 RECIPES = Workload(
@@ -47,7 +47,7 @@ RECIPES = Workload(
             "evaluate",
             evaluate,
             needs=("tokenize", "train"),
-            reads=("num_samples", "max_target_length", "max_tokens", "precision", "device", "@seed"),
+            reads=(*_MODEL, "num_samples", "num_rouge", "baseline", "max_tokens", "precision", "device", "@seed"),
         ),
     ),
 )

@@ -21,10 +21,11 @@ import pyarrow as pa
 
 from memfit.data import PackedDataset, pack
 from memfit.errors import ConfigError, DataError, MissingExtraError
+from memfit.estimation import estimate_formula
 from memfit.files import write_atomic
 from memfit.pipeline import Context, fingerprint_files
 from memfit.rundir import phase
-from memfit_workloads.recipes.params import DataParams, RecipesParams, model_config, unreadable
+from memfit_workloads.recipes.params import DataParams, RecipesParams, find_file, model_config, setup_of, unreadable
 
 _BASES = ("flour", "rice", "lentils", "potatoes", "noodles", "beans", "oats", "polenta")
 _MORE = ("butter", "eggs", "milk", "onions", "garlic", "carrots", "cheese", "tomatoes", "honey", "lemon", "ginger",
@@ -53,14 +54,19 @@ def make_recipes(path: Path, num_pairs: int, seed: int) -> None:
 
 
 def fingerprint(params: RecipesParams) -> str:
-    """Return a digest of the user's own files; what is generated follows from the settings."""
-    path, model = params.data.path, params.pretrained_model
-    return fingerprint_files(*filter(None, (path, model)))  # both are there: `check` was first
+    """Return a digest of the user's own files; of a model of the hub, its commit."""
+    found, model, commit = [params.data.path], params.pretrained_model, ""  # they are there: `check` was first
+    if model is not None and Path(model).is_dir():
+        found.append(Path(model))
+    elif model is not None:
+        commit = find_file(model, "config.json").parent.name
+    return fingerprint_files(*filter(None, found)) + commit
 
 
 def check(params: RecipesParams) -> None:
     """Refuse packages, files and folders that are not there, before a training of hours needs them."""
-    for package in ("tokenizers", "transformers"):
+    wanted = {"tokenizers": True, "transformers": True, "peft": params.lora.rank, "torchmetrics": params.num_rouge}
+    for package in (name for name, is_needed in wanted.items() if is_needed):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError.of(package, "recipes", "the recipe fine-tune", "memfit-systems")
     path, model, output, tiny = params.data.path, params.pretrained_model, params.model_output, params.tiny
@@ -77,11 +83,12 @@ def check(params: RecipesParams) -> None:
             remedy=f"--set params.tiny.num_heads={tiny.d_model} or fewer",
         )
     if model is not None:
-        model_config(params, 0)
-        weights = next((one.name for end in ("safetensors", "bin") for one in model.glob(f"*.{end}")), "")
-        if weights:
+        shape, folder = model_config(params, 0), Path(model)
+        if params.lora.modules:
+            estimate_formula(shape, setup_of(params, 1))  # refuses layers that the model has not
+        if not folder.is_dir() or any(one for end in ("safetensors", "bin") for one in folder.glob(f"*.{end}")):
             load_tokenizer(model)
-        elif (model / "tokenizer.json").exists():  # a folder without either serves a plan of its memory
+        elif (folder / "tokenizer.json").exists():  # a folder without either serves a plan of its memory
             raise unreadable(model, FileNotFoundError("it holds no weights (*.safetensors, *.bin)"))
     above = next((one for one in (output, *output.absolute().parents) if one.exists()), None) if output else None
     if above is not None and not (above.is_dir() and os.access(above, os.W_OK)):
@@ -286,14 +293,14 @@ def train_tokenizer(pairs: Iterable[dict[str, str]], params: RecipesParams) -> A
     return found
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a folder with a ``tokenizer.json``."""
+def load_tokenizer(model: Path | str) -> Any:
+    """Return the tokenizer of a folder with a ``tokenizer.json``, or of a model on the hub."""
     from tokenizers import Tokenizer
 
-    path = folder / "tokenizer.json"
+    path = find_file(str(model), "tokenizer.json")
     if not path.is_file():
         raise DataError(
-            f"{folder} has no tokenizer.json.",
+            f"{model} has no tokenizer.json.",
             rule="pretrained_model is a folder with config.json, weights and tokenizer.json.",
             remedy="save it there: AutoTokenizer.from_pretrained(...).save_pretrained(folder); or name another: "
             "--set params.pretrained_model=<a folder>",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -23,32 +24,50 @@ from memfit.rundir import phase, record
 from memfit.training import StepOutcome, Trainer, autocast, find_device, seed_everything
 from memfit.units import format_bytes
 from memfit_workloads.recipes.compiling import CompiledBlocks
-from memfit_workloads.recipes.params import RecipesParams, model_config, setup_of, unreadable
+from memfit_workloads.recipes.params import RecipesParams, find_file, model_config, setup_of, unreadable
 from memfit_workloads.recipes.text import load_tokenizer
 
 #: What a process takes that has imported torch and transformers, and reads the data, beside the training step.
-_BASE_BYTES = 700 << 20
+BASE_BYTES = 700 << 20
 
 
 def make_model(params: RecipesParams, vocab_size: int) -> torch.nn.Module:
-    """Return the pretrained model, or a small T5 with fresh weights."""
-    import transformers
-
-    found: Any
-    if params.pretrained_model is not None:
-        try:
-            found = transformers.AutoModelForSeq2SeqLM.from_pretrained(params.pretrained_model, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise unreadable(params.pretrained_model, error) from None
-    else:
-        config = transformers.T5Config.from_dict(model_config(params, vocab_size))
-        found = transformers.T5ForConditionalGeneration(config)
+    """Return the model as it is trained: checkpointed, and with adapters beside frozen weights, as the settings say."""
+    found = load_model(params, vocab_size)
     found.config.use_cache = False
     if params.gradient_checkpointing:
         is_new = hasattr(found, "activation_checkpointing_enable")  # its name since transformers 5.23
         enable = found.activation_checkpointing_enable if is_new else found.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    return found.to(torch.bfloat16) if params.precision == "bf16" else found  # type: ignore[no-any-return]
+    lora = params.lora
+    if not lora.rank:
+        return found  # type: ignore[no-any-return]
+    import peft
+
+    adapters = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout,
+        target_modules="all-linear" if "all-linear" in lora.modules else list(lora.modules) or None,
+    )  # fmt: skip
+    return peft.get_peft_model(found, adapters)
+
+
+def load_model(params: RecipesParams, vocab_size: int) -> Any:
+    """Return the pretrained model, or a small T5 with fresh weights."""
+    import transformers
+
+    found: Any
+    model = params.pretrained_model
+    if model is not None:
+        # A name's commit is that of its config.json, so that an attempt that goes on begins with the same weights.
+        commit = {} if Path(model).is_dir() else {"revision": find_file(model, "config.json").parent.name}
+        try:
+            found = transformers.AutoModelForSeq2SeqLM.from_pretrained(model, **commit)
+        except (OSError, ValueError) as error:
+            raise unreadable(model, error) from None
+    else:
+        config = transformers.T5Config.from_dict(model_config(params, vocab_size))
+        found = transformers.T5ForConditionalGeneration(config)
+    return found.to(torch.bfloat16) if params.precision == "bf16" else found
 
 
 def loss(model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
@@ -68,12 +87,16 @@ def logits_of(model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch
     return logits.float() if logits.dtype.itemsize < 4 else logits, found["labels"]
 
 
+def free_bytes(device: torch.device) -> int:
+    """Return what is free for tensors: on the GPU, or on the host beside the process itself."""
+    on_host = device.type != "cuda"
+    return Budget.read().headroom_bytes - BASE_BYTES if on_host else torch.cuda.mem_get_info(device)[0]
+
+
 def plan(params: RecipesParams, model: Any) -> dict[str, Any]:
     """Return how many pairs are taken at once, with the forecast of the step's memory."""
     device = find_device(params.device)
-    on_host = device.type != "cuda"
-    free = Budget.read().headroom_bytes - _BASE_BYTES if on_host else torch.cuda.mem_get_info(device)[0]
-    config, tried = json.loads(model.config.to_json_string()), []
+    free, config, tried = free_bytes(device), json.loads(model.config.to_json_string()), []
 
     def bound(batch: int) -> int:
         found = estimate_formula(config, setup_of(params, batch)).device["allocated_bytes"].upper
@@ -109,6 +132,16 @@ def loaders(context: Context, params: RecipesParams, batch: int) -> dict[str, Se
     return found
 
 
+def make_optimizer(params: RecipesParams, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of the weights that are trained; say how many these are where it is not all."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    if params.lora.rank:
+        few, all_ = (sum(one.numel() for one in some) for some in (trained, model.parameters()))
+        record("adapters", num_trained=few, text=f"trains {few:,} of {all_:,} weights, by adapters")
+    kind: Any = torch.optim.AdamW if params.optimizer == "adamw" else torch.optim.Adafactor
+    return kind(trained, lr=params.learning_rate, foreach=False)  # type: ignore[no-any-return]
+
+
 def train(context: Context, params: RecipesParams) -> dict[str, Any]:
     """Fine-tune the model; save it as ``model``."""
     phase("load")
@@ -119,8 +152,7 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
     told = f"{'automatic' if chosen['auto'] else 'given'}: {chosen['equation']}"
     record("batch_plan", **chosen, text=f"trains with the batch {told}")
     batches = loaders(context, params, chosen["batch_size"])
-    kind: Any = torch.optim.AdamW if params.optimizer == "adamw" else torch.optim.Adafactor
-    optimizer = kind(model.parameters(), lr=params.learning_rate, foreach=False)
+    optimizer = make_optimizer(params, model)
     warmup = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (params.warmup_steps + 1)))
     device = find_device(params.device)
     able = capabilities(model.to(device), params)
@@ -147,6 +179,8 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
         told = f"all-bf16: {how}, about {moves:.0%} of them move in a step; bf16-mixed keeps fp32 weights"
         warnings.warn(told, stacklevel=1)
     result = trainer.fit(batches["train"], batches["valid"], num_epochs=params.epochs)
+    if params.lora.rank:
+        model = model.merge_and_unload()  # adapters become part of the weights
     model.config.use_cache = True
     folders = [context.dir / "model", *filter(None, [params.model_output])]
     for folder in folders:
@@ -161,6 +195,7 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
         "train_loss": last.train_loss,
         "valid_loss": last.metrics["valid_loss"],
         "num_epochs": len(result.history),
+        "num_trained": sum(one.numel() for group in optimizer.param_groups for one in group["params"]),
         "share_that_moves": moves,
         "capabilities": able,
         "compile": compiled.summary() if compiled else None,
@@ -223,13 +258,30 @@ def _autocast(params: RecipesParams) -> Literal["bf16-mixed"] | None:
 
 
 def evaluate(context: Context, params: RecipesParams) -> dict[str, Any]:
-    """Judge the model on the validation pairs, batch by batch, and generate some texts to look at."""
+    """Judge the model on the validation pairs, before the training too if that is wanted, and show texts of it."""
     phase("validate")
     import transformers
 
-    model: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(context["train"].path("model"))
-    device = find_device(params.device)
-    model.eval().to(device)
+    device, vocab_size = find_device(params.device), context["tokenize"].result["vocab_size"]
+    seed_everything(context.seed)
+    before = judge(context, params, load_model(params, vocab_size).to(device))[0] if params.baseline else None
+    trained: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(context["train"].path("model"))
+    found, texts = judge(context, params, trained.to(device))
+    context.save("samples", texts[: params.num_samples])
+    lines = []
+    for name, one in (("before the training", before), ("validation", found)):
+        if one is not None:
+            lines += [f"{name}: {one['loss']:.3f} nats a token, {one['token_accuracy']:.1%} of tokens right"]
+        if one is not None and "rouge1" in one:
+            lines += [f"  ROUGE-1 {one['rouge1']:.3f}, ROUGE-L {one['rougeL']:.3f} over {one['num_rouge']} texts"]
+    for text in texts[: params.num_samples]:
+        lines += [f"given: {text['source']}", f"  written: {text['written']}"]
+    return found | ({"before": before} if before else {}) | {"report": lines}
+
+
+def judge(context: Context, params: RecipesParams, model: Any) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """Return loss and accuracy of a token, batch by batch, ROUGE (F1) of the first texts that it writes, and these."""
+    model.eval()
     batches = loaders(context, params, context["train"].result["microbatch_size"])["valid"]
     sums = np.zeros(3)
     with torch.no_grad(), autocast(model, _autocast(params)):
@@ -239,23 +291,45 @@ def evaluate(context: Context, params: RecipesParams) -> dict[str, Any]:
             total = cross_entropy(logits[kept], labels[kept], reduction="sum")
             sums += [float(total), float((logits.argmax(-1)[kept] == labels[kept]).sum()), float(kept.sum())]
             del logits  # reduced here: those of all batches together are what ends evaluations
+        texts = generate(context, params, model)
     found = {"loss": sums[0] / sums[2], "token_accuracy": sums[1] / sums[2], "num_tokens": int(sums[2])}
-    samples = list(generate(context, params, model, device))
-    context.save("samples", samples)
-    lines = [f"validation: {found['loss']:.3f} nats a token, {found['token_accuracy']:.1%} of tokens right"]
-    for one in samples:
-        lines += [f"given: {one['source']}", f"  written: {one['written']}"]
-    return found | {"report": lines}
+    if scored := texts[: params.num_rouge]:
+        from torchmetrics.functional.text import rouge_score
+
+        written, wanted = ([one[name] for one in scored] for name in ("written", "wanted"))
+        rouge = rouge_score(written, wanted, rouge_keys=("rouge1", "rougeL"))
+        found |= {name: float(rouge[f"{name}_fmeasure"]) for name in ("rouge1", "rougeL")}
+        found["num_rouge"] = len(scored)
+    return found, texts
 
 
-def generate(context: Context, params: RecipesParams, model: Any, device: torch.device) -> Iterator[dict[str, str]]:
-    """Yield texts that the model writes for the first validation pairs, one at a time."""
+def generate(context: Context, params: RecipesParams, model: Any) -> list[dict[str, str]]:
+    """Return what the model writes for the first validation pairs, as many at once as fit half of what is free."""
     tokenizer = load_tokenizer(context["train"].path("model"))
-    ids = PackedDataset.open(context["tokenize"].path("valid"))
-    for pair in ids[: params.num_samples]:
-        source = torch.from_numpy(np.array(pair["input_ids"], np.int64))[None].to(device)
-        with torch.no_grad():
-            written = model.generate(source, max_new_tokens=params.max_target_length, num_beams=1, do_sample=False)
-        texts = (pair["input_ids"].tolist(), pair["labels"].tolist(), written[0].tolist())
-        given, wanted, found = (tokenizer.decode(one, skip_special_tokens=True) for one in texts)
-        yield {"source": given, "wanted": wanted, "written": found}
+    ids = PackedDataset.open(context["tokenize"].path("valid"))[: max(params.num_samples, params.num_rouge)]
+    each = bytes_of_text(params, model)
+    at_once = max(1, min(len(ids), free_bytes(model.device) // 2 // each))
+    text = f"writes {len(ids)} texts, {at_once} at once: {format_bytes(each)} each by an estimate"
+    record("generation_plan", num_texts=len(ids), size=at_once, bytes_each=each, text=text)
+    found: list[dict[str, str]] = []
+    for at in range(0, len(ids), at_once):
+        pairs = list(ids[at : at + at_once])
+        batch = {name: torch.as_tensor(one, device=model.device) for name, one in Padding(pad_id=0)(pairs).items()}
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        written = model.generate(**inputs, max_new_tokens=params.max_target_length, num_beams=1, do_sample=False)
+        for pair, new in zip(pairs, written.tolist(), strict=True):
+            texts = (pair["input_ids"].tolist(), pair["labels"].tolist(), new)
+            names = ("source", "wanted", "written")
+            decoded = (tokenizer.decode(one, skip_special_tokens=True) for one in texts)
+            found.append(dict(zip(names, decoded, strict=True)))
+    return found
+
+
+def bytes_of_text(params: RecipesParams, model: Any) -> int:
+    """Return what a text takes at most while it is written: the keys and values of both attentions, those of a layer
+    again as they grow, the encoder's activations and scores, and the logits of a token."""
+    shape, source, target = model.config, params.max_source_length, params.max_target_length
+    pairs = 2 * shape.num_heads * shape.d_kv
+    numbers = pairs * (shape.num_decoder_layers * (source + target) + target)
+    numbers += source * (4 * shape.d_model + 3 * shape.d_ff + 3 * shape.num_heads * source)
+    return int(numbers * model.dtype.itemsize + 3 * 4 * shape.vocab_size)

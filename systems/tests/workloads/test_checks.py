@@ -40,11 +40,11 @@ def test_a_model_that_cannot_be_loaded_or_saved_starts_no_job(tmp_path):
     refused(RECIPES, "absent.jsonl is not there", data={"source": "files", "path": tmp_path / "absent.jsonl"})
     refused(RECIPES, "is a folder", data={"source": "files", "path": tmp_path})
     refused(RECIPES, "tiny.num_heads is 9", tiny={"d_model": 8, "num_heads": 9})
-    refused(RECIPES, "cannot be loaded", pretrained_model=tmp_path / "t5")
+    refused(RECIPES, "cannot be loaded", pretrained_model=str(tmp_path / "t5"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
-    RECIPES.check(RecipesParams(pretrained_model=tmp_path))  # to plan its memory
+    RECIPES.check(RecipesParams(pretrained_model=str(tmp_path)))  # to plan its memory
     (tmp_path / "model.safetensors").touch()
-    refused(RECIPES, "has no tokenizer.json", pretrained_model=tmp_path)
+    refused(RECIPES, "has no tokenizer.json", pretrained_model=str(tmp_path))
     refused(RECIPES, "cannot be saved in .*config.json: .* is a file", model_output=tmp_path / "config.json")
 
 
