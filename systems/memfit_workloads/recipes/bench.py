@@ -1,9 +1,9 @@
 """A T5 from a folder as the hub gives it, fine-tuned in full and by adapters: planned, measured, and ROUGE.
 
-    make bench NAME=recipes ARGS="--d-model 128"
+    make bench NAME=recipes ARGS="--pairs 800"
 
 A T5 first learns to write recipes from ingredients, and is saved as config.json, model.safetensors and tokenizer.json.
-From that folder it learns the other direction. ``--compiled`` adds a run whose blocks run through ``torch.compile``.
+From that folder it learns other recipes in other words. ``--compiled`` adds a run by ``torch.compile``.
 Exit status 0: no training took more host memory than its bound, and ROUGE rose.
 """
 
@@ -26,6 +26,7 @@ from memfit_workloads.recipes.text import make_recipes
 from memfit_workloads.recipes.training import BASE_BYTES
 
 CONFIG = Path(__file__).with_name("config.yaml")
+OTHER_WORDS = {"chop the": "take and cut", "mix with the": "put it all into", "for ": "during about "}
 
 
 def evening(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +51,6 @@ def evening(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--d-model", type=int, default=128)
     options.add_argument("--pairs", type=int, default=800)
     options.add_argument("--epochs", type=int, default=4)
     options.add_argument("--compiled", action="store_true")
@@ -58,14 +58,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="recipes-") as name:
         folder, ways = Path(name).resolve(), dict[str, dict[str, Any]]()
         model, pairs = str(folder / "t5"), folder / "pairs.jsonl"
-        small = {"tiny.d_model": args.d_model, "num_rouge": 0, "gradient_accumulation_steps": 1}
-        run(
-            CONFIG,
-            small | {"data.num_pairs": args.pairs, "epochs": args.epochs, "model_output": model, "runs_dir": folder},
-        )
+        run(CONFIG, {"num_rouge": 0, "model_output": model, "runs_dir": folder})
         make_recipes(pairs, args.pairs, 7)
-        data = {"source": "files", "path": pairs, "source_field": "recipe", "target_field": "ingredients"}
-        given = {f"data.{key}": value for key, value in data.items()} | {"data.min_words": 1}
+        text = pairs.read_text()
+        for old, new in OTHER_WORDS.items():
+            text = text.replace(old, new)
+        pairs.write_text(text)
+        data = {"source": "files", "path": pairs, "source_field": "ingredients", "target_field": "recipe"}
+        given = {f"data.{key}": value for key, value in data.items()}
         given |= {"pretrained_model": model, "epochs": args.epochs, "baseline": True, "gradient_accumulation_steps": 1}
         for way, more in {
             "all weights": {"learning_rate": 0.001},
