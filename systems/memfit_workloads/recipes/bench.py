@@ -33,9 +33,8 @@ def evening(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Run a fine-tune, and return what was planned, measured and reached."""
     path = Path(run(CONFIG, settings | {"runs_dir": folder})["run"])
     judged, trained = (Output(path / f"checkpoints/stage_{name}.json").result for name in ("evaluate", "train"))
-    params = RecipesParams(
-        pretrained_model=settings["pretrained_model"], lora=LoraParams(rank=settings.get("lora.rank", 0))
-    )
+    lora = LoraParams.model_validate({key[5:]: value for key, value in settings.items() if key.startswith("lora.")})
+    params = RecipesParams(pretrained_model=settings["pretrained_model"], lora=lora)
     parts = estimate_formula(*plan_of(params)[:2])
     epochs = [one for one in read_events(path / "events") if one["kind"] == "epoch"]
     return {
@@ -65,13 +64,14 @@ def main() -> int:
             text = text.replace(old, new)
         pairs.write_text(text)
         data = {"source": "files", "path": pairs, "source_field": "ingredients", "target_field": "recipe"}
-        given = {f"data.{key}": value for key, value in data.items()}
+        given: dict[str, Any] = {f"data.{key}": value for key, value in data.items()}
         given |= {"pretrained_model": model, "epochs": args.epochs, "baseline": True, "gradient_accumulation_steps": 1}
-        for way, more in {
+        changes: dict[str, dict[str, Any]] = {
             "all weights": {"learning_rate": 0.001},
-            "adapters": {"lora.rank": 16, "learning_rate": 0.01},
+            "adapters": {"lora.rank": 16, "lora.modules": ["all-linear"], "learning_rate": 0.003},
             **({"compiled": {"compile": True, "learning_rate": 0.001}} if args.compiled else {}),
-        }.items():
+        }
+        for way, more in changes.items():
             ways[way] = evening(folder, given | more)
     head = ("optimizer", "planned", "measured")
     print_table([("", "weights trained", *head, "ROUGE-L before", "after", "samples/s")] + [
