@@ -16,7 +16,7 @@ from stages_here import runs_here
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
-from own import STOCKS, SYSTEMS, write
+from memfit_workloads.own.bench import STOCKS, SYSTEMS, write
 
 MEMFIT = "import runpy; runpy.run_module('memfit', run_name='__main__')"
 #: What the wrong network returns.

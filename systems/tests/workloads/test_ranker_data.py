@@ -323,9 +323,9 @@ def test_the_readmes_sample_config_is_valid(tmp_path):
     text = (Path(stages.__file__).parent / "README.md").read_text()
     file = tmp_path / "mine.yaml"
     file.write_text(text.split("```yaml\n")[1].split("```")[0])
-    resolved = config.resolve(RunConfig, file=file, env={}, overrides=["params.data.targets.5=return_5d"])
+    resolved = config.resolve(RunConfig, file=file, env={}, overrides=["params.data.targets.20=return_20d"])
     params = config.resolve_nested(resolved, "params", RankerParams).value
-    assert (params.data.source, params.data.main_horizon) == ("parquet", 20)
+    assert (params.data.source, params.data.main_horizon) == ("parquet", 5)
     assert params.data.targets == {1: "return_1d", 5: "return_5d", 20: "return_20d"}
 
 
