@@ -3,7 +3,7 @@
     make bench NAME=recipes ARGS="--pairs 800"
 
 A T5 first learns to write recipes from ingredients, and is saved as config.json, model.safetensors and tokenizer.json.
-From that folder it learns other recipes in other words. ``--compiled`` adds a run by ``torch.compile``.
+From that folder it learns other recipes in other words.
 Exit status 0: no training took more host memory than its bound, and ROUGE rose.
 """
 
@@ -52,7 +52,6 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--pairs", type=int, default=800)
     options.add_argument("--epochs", type=int, default=4)
-    options.add_argument("--compiled", action="store_true")
     args = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="recipes-") as name:
         folder, ways = Path(name).resolve(), dict[str, dict[str, Any]]()
@@ -69,7 +68,6 @@ def main() -> int:
         changes: dict[str, dict[str, Any]] = {
             "all weights": {"learning_rate": 0.001},
             "adapters": {"lora.rank": 16, "lora.modules": ["all-linear"], "learning_rate": 0.003},
-            **({"compiled": {"compile": True, "learning_rate": 0.001}} if args.compiled else {}),
         }
         for way, more in changes.items():
             ways[way] = evening(folder, given | more)
