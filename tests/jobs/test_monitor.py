@@ -13,7 +13,7 @@ from memfit.files import write_json
 from memfit.jobs import Growing, JobStatus, Monitor
 from memfit.memory import HOST, Budget, GroupState, JobGroup, Sample, read_series
 from memfit.rundir import Beat, EventWriter, RunDir, open_beats, read_events
-from memfit.units import MIB
+from memfit.units import GIB, MIB
 
 ORDER = {"phases": [], "num_devices": 0, "env": {}}
 
@@ -81,13 +81,20 @@ def test_the_cpu_time_of_a_running_job_counts_children_that_ended(tmp_path):
     assert watch.status().cpu_seconds >= sum(used[:4]) - 0.05 > 0
 
 
-def test_what_a_job_took_is_not_known_if_most_of_its_life_was_not_seen(tmp_path):
+def test_what_a_job_took_is_known_by_its_group_or_not_at_all_if_most_of_its_life_was_not_seen(tmp_path):
     watch = Monitor(RunDir(tmp_path), ORDER, here("cmd_0001"))
     watch.observe()
-    for started, is_known in ((watch.sample.time - 60, True), (watch.sample.time, False)):
+    seen, bound = watch.sample.private_bytes, watch.sample.shared_bytes + 5 * GIB
+    for started, charged, peak in (
+        (watch.sample.time - 60, None, seen),
+        (watch.sample.time - 60, 2 * GIB, seen),
+        (watch.sample.time, 2 * GIB, 2 * GIB),
+        (watch.sample.time, 9 * GIB, 5 * GIB),
+        (watch.sample.time, None, 0),
+    ):
         watch.note(started=started)
-        watch.note_last_peak(0, None)
-        assert (watch.status().peak_bytes > 0, watch.status().footprint is not None) == (is_known, is_known)
+        watch.note_last_peak(bound, charged, is_bound=True)
+        assert (watch.status().peak_bytes, watch.status().footprint is not None) == (peak, peak > 0)
 
 
 def test_a_checkpoint_counts_as_new_if_no_earlier_attempt_had_it(tmp_path):

@@ -256,14 +256,16 @@ class Monitor:
         now = time.monotonic()
         return self.sample is not None and now - self._grown_at >= max(_SETTLED_SECONDS, (now - self.born) / 2)
 
-    def note_last_peak(self, resident_bytes: int, most_bytes: int | None) -> None:
-        """Take in the resident peak of the largest process at its end, without mapped files: ``most_bytes`` is the most
-        that was charged to its group beside page cache."""
+    def note_last_peak(self, resident_bytes: int, most_bytes: int | None, *, is_bound: bool) -> None:
+        """Take in the resident peak of the largest process at its end, without mapped files, or a bound of it:
+        ``most_bytes`` is the most that was charged to its group beside page cache."""
         resident_bytes -= self.inherited_bytes + (self.sample.shared_bytes if self.sample else 0)
-        self.last_peak_bytes = resident_bytes if most_bytes is None else min(resident_bytes, most_bytes)
+        found = resident_bytes if most_bytes is None else min(resident_bytes, most_bytes)
         seen, began = self.sample.time if self.sample else 0.0, self.known.started or 0.0
-        if self.last_peak_bytes <= 0 and most_bytes is None and 2 * seen < began + time.time():
-            self.sample = None  # more than half of its life was not seen: what it took is not known
+        is_unseen = 2 * seen < began + time.time()  # more than half of its life
+        self.last_peak_bytes = found if not is_bound or (is_unseen and most_bytes is not None) else 0
+        if self.last_peak_bytes <= 0 and most_bytes is None and is_unseen:
+            self.sample = None  # what it took is not known
 
     def footprint(self) -> Footprint:
         found = self.meter.footprint()

@@ -250,15 +250,14 @@ class Shim:
         if self.job["data_limit_bytes"] is not None:
             evidence["data_limit_bytes"] = self.job["data_limit_bytes"]
         state = self.group.state() if self.group is not None else None
-        # What a process inherited by fork counts as its peak too, so that a lower one than this one's tells nothing.
-        if resident_bytes <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB:
-            resident_bytes = 0
+        # What a process inherited by fork counts as its peak too, so that one below this one's is only a bound.
+        is_bound = resident_bytes <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
         if self.group is None or state is None:
-            monitor.note_last_peak(resident_bytes, None)
+            monitor.note_last_peak(resident_bytes, None, is_bound=is_bound)
             return evidence, 0
         # What is charged to it still is memory that outlives its processes, or page cache.
         charged_peak, cache = self.group.charged_peak(), state.charged_bytes - state.used_bytes
-        monitor.note_last_peak(resident_bytes, charged_peak - cache)
+        monitor.note_last_peak(resident_bytes, charged_peak - cache, is_bound=is_bound)
         # A burst between two samples shows here alone; what is cache still was so all the time, or was no burst.
         monitor.note_refusals(state, max(monitor.peak_bytes, charged_peak - cache))
         evidence |= {
