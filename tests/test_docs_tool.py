@@ -100,6 +100,12 @@ def test_numbers_vary_where_a_block_says_so(tmp_path: Path) -> None:
     assert check(tmp_path, console(*other, before="<!-- numbers: vary -->")).returncode == 1
 
 
+def test_that_a_busy_machine_takes_longer_than_ten_seconds_is_no_difference(tmp_path: Path) -> None:
+    beats = "$ printf '%s\\n' 'reading the logs (10.0s)' 'reading the logs (1m 00s)' 'cmd_1 ended (0.1s)'"
+    assert check(tmp_path, console(beats, "cmd_1 ended (0.1s)")).returncode == 0
+    assert check(tmp_path, console(beats, "cmd_1 ended (0.2s)")).returncode == 1
+
+
 def test_python_blocks_of_a_file_share_one_namespace(tmp_path: Path) -> None:
     text = "```python\nx = 20 + 1\n```\n```console\n$ echo hi > file\n```\n```python\nassert x == 21\n{}\n```\n"
     assert check(tmp_path, text.format("assert open('file').read() == 'hi\\n'")).returncode == 0

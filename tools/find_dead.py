@@ -25,16 +25,7 @@ KINDS = ("function", "method", "property", "class")
 #: Decorators that register what they decorate.
 REGISTERED = ["@*.command*", "@*.callback*", "@model_validator*", "@field_validator*", "@*_validator*"]
 #: Names that a base class calls.
-CALLED = [
-    "visit_*",
-    "get_lr",
-    "readable",
-    "format_commands",
-    "reducer_override",
-    "find_class",
-    "on_*",
-    "validation_step",
-]
+CALLED = ["visit_*", "get_lr", "format_commands", "reducer_override", "find_class", "on_*"]
 _ENTRY = re.compile(r"[\w.}]:(\w+)")
 
 

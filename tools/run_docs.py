@@ -47,6 +47,8 @@ _FENCE = re.compile(r"(?P<indent> *)(?P<marks>`{3,}|~{3,}) *(?P<language>[\w+-]*
 _DIRECTIVE = re.compile(r"\s*<!--\s*(?P<word>exit|skip|numbers|file):\s*(?P<value>.*?)\s*-->\s*")
 #: A number with its sign of order: 0.4, 21:00:35, 2026-11-23; and the name of a run.
 _NUMBER = re.compile(r"(?<=run_)\d+_\d+_[0-9a-f]+|\d+(?:[.:-]\d+)*")
+#: What memfit says each 10 s while a command takes long: how long, on a busy machine, is no part of a page.
+_BEAT = re.compile(r"[a-z][^:]* \((?:\d+m \d\d|\d\d\.\d)s\)")
 _SHELLS = frozenset({"bash", "sh", "shell", "zsh"})
 
 
@@ -207,7 +209,8 @@ def check_console(block: Block, folder: Path) -> Iterator[tuple[int, str]]:
         if status != expected:
             yield command.line, f"{title}\nexit status {status}, not {expected}; it printed:\n{printed}"
             continue
-        shown, got = _trimmed(command.output), _trimmed(printed.splitlines())
+        lines = [line for line in printed.splitlines() if not _BEAT.fullmatch(line)]
+        shown, got = _trimmed(command.output), _trimmed(lines)
         if block.numbers_vary:
             shown, got = ([_NUMBER.sub("0", line) for line in lines] for lines in (shown, got))
         if shown and not same(shown, got):

@@ -39,9 +39,7 @@ class Flags:
     lora: Text = flag("The rank of LoRA adapters.", "N", "lora_rank")
     world_size: Text = flag("Devices; 1.", "N", "world_size")
     strategy: Text = flag("ddp, fsdp.", "NAME", "strategy")
-    train: list[str] | None = flag(
-        "Another field of the training: attention=eager. docs/estimate.md lists them.", "KEY=VALUE"
-    )
+    train: list[str] | None = flag("Another field, such as attention=eager (docs/estimate.md).", "KEY=VALUE")
     gpu: Text = flag("Such as A100-80GB or 24GiB; none: any; by default GPU 0 of this machine.", "NAME|SIZE")
     allocator: Text = flag("Settings of torch's allocator, in place of PYTORCH_CUDA_ALLOC_CONF.", "KEY:VALUE,...")
     formula: bool = flag("Use a formula; do not trace the model.")
@@ -126,7 +124,8 @@ def estimate(
         "allocator": flags.allocator or next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), None),
         "time_limit": flags.time_limit,
     }
-    with heartbeat(f"tracing two training steps on fake tensors, for at most {flags.time_limit:.0f} s of CPU"):
+    how_long = f"two training steps, for at most {flags.time_limit:.0f} s of CPU"
+    with heartbeat("computing" if flags.formula else f"tracing {how_long}"):
         if flags.hf_config is None:
             from memfit.pipeline import estimate_workload
 
