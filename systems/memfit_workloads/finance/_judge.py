@@ -119,8 +119,7 @@ def judge_scores(
     # Its comparisons are counted with those of all tables of the same data.
     days = days.replace_schema_metadata(days.schema.metadata | {b"memfit_data": (data or panel.fingerprint).encode()})
     metrics = summarize_days(days)
-    ic = metrics[f"h{horizon}_rank_ic"].mean
-    verdict = judge(result, findings, controls=controls, rank_ic=ic, settings=settings.gate)
+    verdict = judge(result, findings, controls=controls, settings=settings.gate)
     tried = sweep(given, settings.backtest, [min(1.0, round(settings.backtest.k_ratio * times, 4)) for times in _SWEEP])
     by_date = evaluate_days(scores, horizons=scores.horizons, k_ratio=settings.k_ratio)
     volatility = volatility_correlation(given.scores, given.returns_1)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from memfit_workloads.finance._decision import Decision
 
 Detail = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
-_PERCENT = ("total_return", "annual_return", "annual_benchmark", "max_drawdown", "volatility", "mean_turnover")
+_PERCENT = ("total_return", "annual_return", "annual_benchmark", "volatility")
 
 
 def judged_lines(found: Mapping[str, Any], detail: Detail = "WARNING") -> Iterator[str]:
