@@ -12,12 +12,12 @@ import pyarrow as pa
 from numpy.lib.stride_tricks import sliding_window_view
 
 from memfit.data import Panel
-from memfit.errors import DataError, UsageError
+from memfit.errors import UsageError
 from memfit_workloads.finance._backtest import BacktestInput, BacktestResult, BacktestSummary
 from memfit_workloads.finance._checks import Finding, check_market
 from memfit_workloads.finance._controls import Controls, run_controls, sweep
 from memfit_workloads.finance._days import evaluate_days, evaluate_folds, read_days, summarize_days
-from memfit_workloads.finance._decision import Decision, decide, decide_on_record, record_of
+from memfit_workloads.finance._decision import Decision, decide_on_record, record_of
 from memfit_workloads.finance._gate import Verdict, judge
 from memfit_workloads.finance._inference import Summary, summarize
 from memfit_workloads.finance._matrices import Floats, Market, Scores, forward_returns, read_market, read_scores
@@ -157,21 +157,12 @@ def _with_features(market: Market, panel: Panel) -> Market:
     return replace(market, features={name: panel.values[:, :, at] for at, name in enumerate(panel.feature_names)})
 
 
-def decide_on(days: pa.Table, settings: JudgeSettings, *, name: str) -> tuple[Decision, Decision | None]:
-    """Decide whether the scores are better than the baseline, corrected for all comparisons on the same data.
-
-    The second decision is that of the metric beside it, which is no comparison on record; None where the baseline does
-    not have that metric.
-    """
-    baseline, level = settings.decision.baseline, settings.decision.level
+def decide_on(days: pa.Table, settings: JudgeSettings, *, name: str) -> Decision:
+    """Decide whether the scores are better than the baseline, corrected for all comparisons on the same data."""
+    baseline, level, metric = settings.decision.baseline, settings.decision.level, settings.metric
     other = "random" if baseline == "random" else read_days(Path(baseline))
-    horizon = settings.metric_horizon
-    names, record = (name, baseline), record_of(days, other, settings.metric)
-    decision = decide_on_record(days, other, settings.metric, horizon, record=record, level=level, names=names)
-    try:
-        return decision, decide(days, other, settings.metric_beside, horizon, level=level)
-    except DataError:
-        return decision, None
+    record, names = record_of(days, other, metric), (name, baseline)
+    return decide_on_record(days, other, metric, settings.metric_horizon, record=record, level=level, names=names)
 
 
 def summarize_judged(judged: Judged) -> dict[str, Any]:

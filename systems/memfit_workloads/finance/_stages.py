@@ -209,14 +209,12 @@ def _decide(context: Context, params: JudgeSettings) -> dict[str, Any]:
     run = context.dir.parents[1]  # runs/<experiment>/<run>/checkpoints/stage_decision
     name, baseline = f"{run.parent.name}/{run.name}", params.decision.baseline
     try:
-        decision, second = decide_on(context["backtest"].table("days"), params, name=name)
+        decision = decide_on(context["backtest"].table("days"), params, name=name)
     except (OSError, DataError, UsageError) as error:  # the rest stands
         if isinstance(error, OSError):
             why = f"{error}. The comparison was not counted: name a folder for records in XDG_STATE_HOME"
         else:  # too few dates, or a baseline of other assets
             why = f"{error.what} {error.remedy}"
         return {"no_decision": f"{why}.", "report": [f"decision: none. {why}."]}
-    found = {"a": name, "b": baseline, **decision.to_dict()}
-    if second:  # its figures, and no verdict: it is no comparison on record
-        found["beside"] = {one: value for one, value in second.to_dict().items() if one != "verdict"}
-    return found | {"report": list(decision_lines(decision, second, baseline))}
+    report = list(decision_lines(decision, baseline))
+    return {"a": name, "b": baseline, **decision.to_dict(), "report": report}

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from memfit.errors import ConfigError, DamagedError, UsageError
 from memfit.pipeline import Output, run
 from memfit_workloads import finance
-from memfit_workloads.finance import decide, decide_on, rank_ic, read_scores
+from memfit_workloads.finance import decide_on, rank_ic, read_scores
 from stages_here import digest_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -52,7 +52,9 @@ def test_a_perfect_memory_of_the_training_dates_earns_nothing_out_of_fold(judged
     found, here = judged["backtest"], judged["here"]
     ic = found.result["metrics"]["h5_rank_ic"]
     assert abs(ic["mean"]) < 3 * ic["standard_error"]
-    assert judged["decision"].result["verdict"] == "no difference shown"
+    decision = judged["decision"].result
+    assert (decision["a"], decision["metric"], decision["num_comparisons"]) == ("here/run_1", "h5_rank_ic", 1)
+    assert "decision: no difference shown (h5_rank_ic," in text(judged["decision"])
     table, days = found.table("scores"), found.table("days")
     assert len(table) == 155 * 30 and len(set(table["date"].to_pylist())) == 155
     assert set(table["fold"].to_pylist()) == {1, 2, 3, 4}
@@ -64,23 +66,6 @@ def test_a_perfect_memory_of_the_training_dates_earns_nothing_out_of_fold(judged
     seen = np.flatnonzero(~finance.read_provenance(model).scorable(panel))[30:100]
     scores = read_scores(memoriser.score(panel, seen, model, here.params))
     assert np.nanmean(rank_ic(scores.of("score_h5"), scores.of("target_h5"))) > 0.9
-
-
-def test_the_rank_ic_decides_and_the_spread_beside_it_is_no_comparison(judged):
-    decision = judged["decision"].result
-    spread = decide(judged["backtest"].table("days"), "random", "h5_spread", 5).to_dict()
-    assert (decision["a"], decision["metric"], decision["num_comparisons"]) == ("here/run_1", "h5_rank_ic", 1)
-    assert decision["beside"] == {name: spread[name] for name in decision["beside"]}
-    assert "verdict" not in decision["beside"]
-    [record] = judged["state"].glob("memfit/comparisons/*.jsonl")
-    assert len(record.read_text().splitlines()) == 1
-    told = text(judged["decision"])
-    assert (
-        "decision: no difference shown (h5_rank_ic," in told
-        and "this one alone; p " in told
-        and "after Holm, against 0.05" in told
-    )
-    assert "also h5_spread: effect" in told and "warning" not in told
 
 
 def test_a_comparison_after_the_run_counts_the_run_s_own_decision(judged, monkeypatch, tmp_path):
@@ -116,14 +101,12 @@ def test_the_metric_that_decides_is_a_setting_and_a_baseline_needs_no_other(judg
     def decided(**of_decision):
         return decide_on(days, finance.JudgeSettings(decision=of_decision), name="this")
 
-    assert decided()[0].num_comparisons == 1
-    by_spread, beside = decided(metric="h5_spread")
-    assert (by_spread.metric, beside.metric) == ("h5_spread", "h5_rank_ic")
-    assert by_spread.num_comparisons == 2  # the rank IC decided before
+    assert decided().num_comparisons == 1
+    by_spread = decided(metric="h5_spread")
+    assert (by_spread.metric, by_spread.num_comparisons) == ("h5_spread", 2)  # the rank IC decided before
     baseline = tmp_path / "days.feather"
     feather.write_feather(days.select(["date", "fold"]).append_column("h5_rank_ic", [[0.5] * len(days)]), str(baseline))
-    against, beside = decided(baseline=str(baseline))
-    assert (against.verdict, beside) == ("B better", None)
+    assert decided(baseline=str(baseline)).verdict == "B better"
 
 
 def test_a_baseline_is_another_run_and_counts_by_its_content(judged, judging):

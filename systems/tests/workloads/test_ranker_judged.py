@@ -175,5 +175,5 @@ def test_with_its_targets_shuffled_the_same_scores_show_no_difference(planted, t
     tables = {fold: table.filter(pa.compute.equal(table["fold"], fold)) for fold in (1, 2)}
     days = evaluate_folds(tables, horizons=(2,), k_ratio=0.2)
     settings = RankerParams.model_validate(PLANTED)
-    decision, _ = decide_on(days, settings, name="shuffled")
+    decision = decide_on(days, settings, name="shuffled")
     assert decision.verdict == "no difference shown"
