@@ -19,9 +19,8 @@ from memfit.jobs import load_target
 from memfit.pipeline import RunConfig, Workload, call_alone, context_of
 from memfit_workloads._average import expand_files
 from memfit_workloads.finance._blend import score_out_of_fold
-from memfit_workloads.finance._judge import summarize_judged, write_judged
 from memfit_workloads.finance._lines import judged_lines
-from memfit_workloads.finance._report import beside
+from memfit_workloads.finance._report import beside, write_backtest
 from memfit_workloads.finance._settings import JudgeSettings
 from memfit_workloads.finance._stages import GATE_EXIT_CODES, Judging
 
@@ -137,5 +136,5 @@ def judge_checkpoints(target: str, resolved: str, checkpoints: Sequence[str], ou
             with replacing(files[-1]) as aside:
                 feather.write_feather(content, str(aside), compression="zstd")
         facts = {"target": target, "panel": panel.fingerprint, "folds": folds}
-        files += write_judged(Path(output), judged, facts=facts)
-    return {**summarize_judged(judged), "folds": folds, "files": [one.name for one in files]}
+        files += write_backtest(Path(output), judged.result, **judged.facts, **facts)
+    return {**judged.to_dict(), "folds": folds, "files": [one.name for one in files]}
