@@ -30,7 +30,6 @@ from memfit_workloads.finance._decision import record_of as record_of
 from memfit_workloads.finance._gate import GateSettings as GateSettings
 from memfit_workloads.finance._gate import Verdict as Verdict
 from memfit_workloads.finance._gate import judge as judge
-from memfit_workloads.finance._inference import bootstrap_interval as bootstrap_interval
 from memfit_workloads.finance._inference import diebold_mariano as diebold_mariano
 from memfit_workloads.finance._inference import minimum_dates as minimum_dates
 from memfit_workloads.finance._inference import sharpe as sharpe

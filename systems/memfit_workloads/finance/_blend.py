@@ -46,18 +46,6 @@ def blend(fold: Output, pattern: str | None, output: Path) -> list[str]:
     return chosen
 
 
-def check_scores(table: pa.Table) -> pa.Table:
-    """The scores that a workload gave, if they have the columns that all else relies on."""
-    missing = [name for name in ("date", "code", "target_h1") if name not in table.column_names]
-    if missing or not any(name.startswith("score_h") for name in table.column_names):
-        raise UsageError(
-            f"score() of the workload gave the columns {', '.join(table.column_names)}.",
-            rule="scores have date, code, target_h1, and score_h5 and target_h5 for a horizon of 5 dates.",
-            remedy=f"add {', '.join(missing) or 'a score_h... column'}",
-        )
-    return table
-
-
 def score_out_of_fold(
     score: Score, panel: Panel, checkpoints: Sequence[Path], dates: Indices, params: BaseModel
 ) -> tuple[dict[int, pa.Table], list[dict[str, Any]]]:
@@ -83,7 +71,7 @@ def score_out_of_fold(
             trained = type(params).model_validate_json(
                 json.dumps(params.model_dump(mode="json") | dict(provenance.params))
             )
-            tables[provenance.fold] = check_scores(score(panel, mine, path, trained))
+            tables[provenance.fold] = score(panel, mine, path, trained)
     if not tables:
         raise UsageError(
             f"none of the {len(found)} checkpoints may score any of the {len(dates)} dates.",

@@ -21,10 +21,7 @@ from memfit.rundir import finite
 from memfit_workloads.finance._days import by_date, description
 from memfit_workloads.finance._inference import (
     DieboldMariano,
-    Interval,
-    bootstrap_interval,
     diebold_mariano,
-    minimum_dates,
 )
 
 Verdict = Literal["A better", "B better", "no difference shown"]
@@ -47,8 +44,8 @@ class Decision:
     verdict: Verdict
     metric: str
     horizon: int
+    level: float
     test: DieboldMariano
-    interval: Interval
     num_comparisons: int
     adjusted_p_value: float
     num_dropped: int
@@ -56,19 +53,18 @@ class Decision:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, in one level; an undefined or infinite figure is None."""
         found = dataclasses.asdict(self)
-        test, interval = found.pop("test"), found.pop("interval")
-        return dict(finite(found | {"effect": test.pop("mean")} | test | interval))
+        test = found.pop("test")
+        return dict(finite(found | {"effect": test.pop("mean")} | test))
 
     def explain(self) -> dict[str, str]:
         """Return the evidence in words: a line for each title."""
-        test, interval = self.test, self.interval
+        test = self.test
         tried = "this one alone" if self.num_comparisons == 1 else f"{self.num_comparisons} tried"
         return {
             "effect": f"{test.mean:+.5f} ± {test.standard_error:.5f} standard error",
-            f"{interval.level * 100:.4g} % interval": f"{interval.lower:+.5f} to {interval.upper:+.5f}  (blocks of "
-            f"{interval.block_length} dates)",
+            f"{self.level * 100:.4g} % interval": f"{test.lower:+.5f} to {test.upper:+.5f}",
             "test": f"t {test.statistic:+.2f}, {_p(test.p_value)}, labels over {self.horizon} dates",
-            "comparisons": f"{tried}; {_p(self.adjusted_p_value)} after Holm, against {1 - interval.level:.3g}",
+            "comparisons": f"{tried}; {_p(self.adjusted_p_value)} after Holm, against {1 - self.level:.3g}",
             "dates": f"{test.num_dates} paired, {self.num_dropped} dropped",
         }
 
@@ -89,10 +85,9 @@ def decide(
     """Compare a metric of two day tables of `evaluate_days` on the dates that both have.
 
     B may be ``random``: scores without information. A verdict needs two things: the paired test's p-value, corrected
-    for all comparisons, is below ``1 - level``, and the block bootstrap's interval excludes 0 on the same side. A date
-    of several folds counts once, with their mean. ``horizon`` are the dates that the metric's labels span;
-    ``other_p_values`` are those of all other comparisons that were tried. How far a training with another seed would
-    differ is not in the figures.
+    for all comparisons, is below ``1 - level``, and the interval excludes 0. A date of several folds counts once, with
+    their mean. ``horizon`` are the dates that the metric's labels span; ``other_p_values`` are those of all other
+    comparisons that were tried. How far a training with another seed would differ is not in the figures.
 
     Raises:
         DataError: If a table lacks the metric, the tables say that they were evaluated on different k, quantiles or
@@ -114,30 +109,19 @@ def decide(
         _refuse_unlike(description(days_a), description(days_b))
         dates_b, all_b = by_date(days_b, metric, "B")
     _, of_a, of_b = np.intersect1d(dates_a, dates_b, assume_unique=True, return_indices=True)
-    both, num_common = ~(np.isnan(all_a[of_a]) | np.isnan(all_b[of_b])), len(of_a)
-    values_a, values_b = all_a[of_a[both]], all_b[of_b[both]]
-    if len(values_a) < minimum_dates(horizon):
-        raise DataError(
-            f"{len(values_a)} dates can be paired: A has {len(dates_a)}, B {len(dates_b)}, both {num_common}, and on "
-            f"{num_common - len(values_a)} of these the metric of either is undefined.",
-            rule=f"labels over {horizon} dates are compared on at least {minimum_dates(horizon)} dates.",
-            remedy="evaluate both on the same dates, and more of them, or compare a shorter horizon",
-        )
-    differences = values_a - values_b
-    test = diebold_mariano(differences, horizon)
-    interval = bootstrap_interval(differences, horizon, level)
+    test = diebold_mariano(all_a[of_a] - all_b[of_b], horizon, level)
     adjusted = float(multipletests([test.p_value, *other_p_values], method="holm")[1][0])
-    sign = (interval.lower > 0) - (interval.upper < 0) if adjusted < 1 - level else 0
+    sign = (test.lower > 0) - (test.upper < 0) if adjusted < 1 - level else 0
     verdicts: dict[int, Verdict] = {1: "A better", -1: "B better", 0: "no difference shown"}
     return Decision(
-        verdict=verdicts[sign if sign * test.mean > 0 else 0],
+        verdict=verdicts[sign],
         metric=metric,
         horizon=horizon,
+        level=level,
         test=test,
-        interval=interval,
         num_comparisons=1 + len(other_p_values),
         adjusted_p_value=adjusted,
-        num_dropped=len(np.union1d(dates_a, dates_b)) - len(differences),
+        num_dropped=len(np.union1d(dates_a, dates_b)) - test.num_dates,
     )
 
 

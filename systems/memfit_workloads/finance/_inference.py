@@ -89,16 +89,18 @@ def standard_error(values: NDArray[Any], horizon: int) -> float:
 
 @dataclass(frozen=True)
 class DieboldMariano:
-    """A test of whether the mean of daily differences is 0.
+    """A test of whether the mean of daily differences is 0, and the interval of that mean, ``lower`` to ``upper``.
 
-    ``statistic`` is ``mean / standard_error``, NaN if all differences are equal. ``p_value`` is two-sided, by Student's
-    t with ``num_dates - 1`` degrees of freedom; 1 without a statistic.
+    ``statistic`` is ``mean / standard_error``, NaN if all differences are equal. ``p_value`` is two-sided, 1 without a
+    statistic.
     """
 
     mean: float
     standard_error: float
     statistic: float
     p_value: float
+    lower: float
+    upper: float
     num_dates: int
 
 
@@ -107,15 +109,16 @@ def minimum_dates(horizon: int) -> int:
     return max(30, 12 * horizon)
 
 
-def diebold_mariano(differences: ArrayLike, horizon: int) -> DieboldMariano:
+def diebold_mariano(differences: ArrayLike, horizon: int, level: float = 0.95) -> DieboldMariano:
     """Test whether the mean of paired daily differences is 0, with labels that span several dates.
 
-    ``differences`` (D,) are in ascending order of dates; NaN are left out. The standard error is that of
-    `standard_error`. The test does not see how far another training would differ, nor dependence over more than
-    ``horizon - 1`` dates.
+    ``differences`` (D,) are in ascending order of dates; NaN are left out. Test and interval take `standard_error`, and
+    Student's t with ``num_dates - 1`` degrees of freedom. They do not see how far another training would differ, nor
+    dependence over more than ``horizon - 1`` dates.
 
     Raises:
         DataError: If fewer than `minimum_dates` are defined, or one is infinite.
+        UsageError: If the level is out of range.
 
     Source:
         F. Diebold, R. Mariano, Comparing predictive accuracy (1995); D. Harvey, S. Leybourne, P. Newbold, Testing the
@@ -124,17 +127,8 @@ def diebold_mariano(differences: ArrayLike, horizon: int) -> DieboldMariano:
     """
     from scipy.stats import t as student
 
-    values = _check_differences(differences, horizon)
-    mean, num = float(values.mean()), len(values)
-    error_of_mean = standard_error(values, horizon)
-    if error_of_mean == 0:
-        return DieboldMariano(mean, 0.0, math.nan, 1.0, num)
-    statistic = mean / error_of_mean
-    return DieboldMariano(mean, error_of_mean, statistic, float(2 * student.sf(abs(statistic), num - 1)), num)
-
-
-def _check_differences(differences: ArrayLike, horizon: int) -> NDArray[np.float64]:
-    """Return the defined differences; refuse too few for the horizon."""
+    if not 0 < level < 1:
+        raise UsageError(f"the level is {level}.", rule="a level lies between 0 and 1.", remedy="level=0.95 is usual")
     values = np.asarray(differences, np.float64).ravel()
     values = values[~np.isnan(values)]
     if len(values) < minimum_dates(horizon) or np.isinf(values).any():
@@ -143,59 +137,11 @@ def _check_differences(differences: ArrayLike, horizon: int) -> NDArray[np.float
             rule=f"labels over {horizon} dates need at least {minimum_dates(horizon)} finite differences.",
             remedy="evaluate more dates or folds, or a shorter horizon",
         )
-    return values
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An interval for a mean, in the unit of the differences; infinite if the blocks cannot tell."""
-
-    lower: float
-    upper: float
-    level: float
-    block_length: int
-
-
-def bootstrap_interval(
-    differences: ArrayLike, horizon: int, level: float = 0.95, *, seed: int = 0, num_resamples: int = 1000
-) -> Interval:
-    """Return an interval for the mean of paired daily differences, by a studentised circular block bootstrap.
-
-    Blocks have Politis and White's length, at least ``horizon`` and at most an eighth of the dates. The interval is the
-    mean plus and minus the quantile of the studentised deviations, times the standard error. A basic interval covers 90
-    % in place of 95 (240 dates, labels over 5 dates); ``finance/bench.py`` measures both.
-
-    Raises:
-        DataError: If fewer than `minimum_dates` are defined, or one is infinite.
-        UsageError: If the level or the horizon is out of range.
-
-    Source:
-        F. Gotze, H. Kunsch, Second-order correctness of the blockwise bootstrap for stationary observations (1996); D.
-        Politis, H. White, Automatic block-length selection for the dependent bootstrap (2004), corrected in 2009; P.
-        Hall, On symmetric bootstrap confidence intervals (1988).
-    """
-    if not 0 < level < 1:
-        raise UsageError(f"the level is {level}.", rule="a level lies between 0 and 1.", remedy="level=0.95 is usual")
-    from arch import bootstrap as arch
-
-    values = _check_differences(differences, horizon)
-    mean, scale = float(values.mean()), standard_error(values, horizon)
-    if scale == 0:
-        return Interval(mean, mean, level, horizon)
-    found = float(arch.optimal_block_length(values)["circular"].iloc[0])
-    length = min(max(horizon, math.ceil(found)), len(values) // 8)
-    num_blocks = len(values) // length
-
-    def ratio(resample: NDArray[Any]) -> NDArray[np.float64]:
-        blocks = resample[: num_blocks * length].reshape(num_blocks, length).sum(axis=1) / length
-        deviations = blocks - blocks.sum() / num_blocks
-        error_of_mean = math.sqrt(deviations @ deviations / (num_blocks - 1) / num_blocks)
-        deviation = abs(resample.mean() - mean)
-        return np.array([deviation / error_of_mean if error_of_mean > 0 else (math.inf if deviation else 0.0)])
-
-    ratios = arch.CircularBlockBootstrap(length, values, seed=seed).apply(ratio, num_resamples)
-    reach = float(np.quantile(ratios, level, method="higher")) * scale
-    return Interval(mean - reach, mean + reach, level, length)
+    mean, num, error_of_mean = float(values.mean()), len(values), standard_error(values, horizon)
+    statistic = mean / error_of_mean if error_of_mean > 0 else math.nan
+    p_value = float(2 * student.sf(abs(statistic), num - 1)) if error_of_mean > 0 else 1.0
+    reach = error_of_mean * float(student.isf((1 - level) / 2, num - 1))
+    return DieboldMariano(mean, error_of_mean, statistic, p_value, mean - reach, mean + reach, num)
 
 
 def sharpe(returns: ArrayLike, *, periods_per_year: float = 252) -> tuple[float, float]:
@@ -204,9 +150,6 @@ def sharpe(returns: ArrayLike, *, periods_per_year: float = 252) -> tuple[float,
     They are simple returns in excess of the risk-free rate, shape (n,), taken as uncorrelated; NaN are left out. The
     error allows for their skew and kurtosis. Below 3 returns, or where all are equal, both are NaN.
 
-    Raises:
-        DataError: If a return is infinite.
-
     Source: W. Sharpe, The Sharpe ratio (1994); the standard error is that of D. Bailey, M. Lopez de Prado, The Sharpe
         ratio efficient frontier (2012), after E. Mertens (2002).
     """
@@ -214,12 +157,6 @@ def sharpe(returns: ArrayLike, *, periods_per_year: float = 252) -> tuple[float,
 
     values = np.asarray(returns, np.float64).ravel()
     values = values[~np.isnan(values)]
-    if np.isinf(values).any():
-        raise DataError(
-            f"{int(np.isinf(values).sum())} of {len(values)} returns are infinite.",
-            rule="a Sharpe ratio is taken over finite returns.",
-            remedy="check the prices behind them",
-        )
     if len(values) < 3 or values.min() == values.max():
         return math.nan, math.nan
     ratio, year = float(values.mean() / values.std(ddof=1)), math.sqrt(periods_per_year)

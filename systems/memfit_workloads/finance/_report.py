@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.csv
+from pydantic_core import to_json
 
-from memfit.config import to_plain
 from memfit.errors import DataError
 from memfit.files import read_json, replacing, write_atomic
 from memfit_workloads.finance._backtest import BacktestResult
@@ -56,13 +53,7 @@ def read_backtest(path: Path) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """Return records, settings, dates and paths as plain values for JSON; a number that is not finite is None."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else to_plain(value)
+    return json.loads(to_json(value, inf_nan_mode="null"))
 
 
 def beside(file: Path, name: str) -> Path:

@@ -20,7 +20,7 @@ from memfit.data import Panel
 from memfit.errors import DataError, UsageError
 from memfit.pipeline import Context, Output, Stage, Stop
 from memfit.rundir import phase
-from memfit_workloads.finance._blend import Score, blend, check_related, check_scores, join_scores
+from memfit_workloads.finance._blend import Score, blend, check_related, join_scores
 from memfit_workloads.finance._days import read_days
 from memfit_workloads.finance._inference import summarize
 from memfit_workloads.finance._judge import Judged, decide_on, judge_scores
@@ -105,7 +105,7 @@ class Judging:
         check_related({checkpoint: trained}, panel)
         dates = dates[trained.scorable(panel)[dates]]
         phase("score")
-        table = check_scores(self.score(panel, dates, checkpoint, params))
+        table = self.score(panel, dates, checkpoint, params)
         context.save("blended", checkpoint)
         context.save("scores", table)
         return {"sources": sources, "num_dates": len(dates), **_rank_ics(table)}

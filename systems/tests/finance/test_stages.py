@@ -195,7 +195,7 @@ def test_too_few_dates_for_a_decision_leave_the_rest_standing(judged, judging):
     days = sorted(set(judged["backtest"].table("days")["date"].to_pylist()))
     here = judging(start_date=days[10], end_date=days[30])
     here.run("backtest")
-    assert "21 dates can be paired" in here.run("decision").result["no_decision"]
+    assert "21 dates are there" in here.run("decision").result["no_decision"]
 
 
 @pytest.mark.parametrize(
