@@ -17,15 +17,12 @@ REPORT_FILE = "backtest.json"
 _KIND = {"kind": "memfit.backtest", "schema_version": 4}
 
 
-def write_backtest(path: Path, result: BacktestResult, **facts: Any) -> tuple[Path, Path]:
+def write_backtest(file: Path, result: BacktestResult, **facts: Any) -> tuple[Path, Path]:
     """Write a backtest as a CSV file of its days and a JSON file, each aside and then renamed; gives their paths.
 
     The JSON file comes last; it holds settings, summary and facts, with null for what is undefined. Beside
-    ``backtest.json``, which is meant where ``path`` is a folder, lies ``days.csv``; beside ``other.json``
-    ``other_days.csv``.
+    ``backtest.json`` lies ``days.csv``; beside ``other.json`` ``other_days.csv``.
     """
-    file = path if path.suffix == ".json" else path / REPORT_FILE
-    file.parent.mkdir(parents=True, exist_ok=True)
     beside_it = beside(file, "days.csv")
     with replacing(beside_it) as aside:
         pyarrow.csv.write_csv(result.days, str(aside))

@@ -69,8 +69,6 @@ def backtest(  # noqa: PLR0913 - one each for what is judged, when and where it 
             rule="what is judged are the scores of trained models.",
             remedy="name one: memfit backtest --config ranker.yaml --checkpoint runs/.../blend_1/blended.pt",
         )
-    if output is not None:
-        _check_output(output)
     dates = [
         (flag, f"params.{name}={text}")
         for flag, name, text in (("--start-date", "start_date", start_date), ("--end-date", "end_date", end_date))
@@ -89,16 +87,6 @@ def backtest(  # noqa: PLR0913 - one each for what is judged, when and where it 
             typer.echo(line)
     if gate:
         raise typer.Exit(GATE_EXIT_CODES.get(found["verdict"]["colour"], 0))
-
-
-def _check_output(output: Path) -> None:
-    if output.suffix != ".json":
-        raise UsageError(
-            f"--output {output} is no JSON file.",
-            rule="the result is a JSON file; scores and days are named after it.",
-            remedy=f"write --output {output.with_suffix('.json')}",
-        )
-    output.parent.mkdir(parents=True, exist_ok=True)
 
 
 def judge_checkpoints(target: str, resolved: str, checkpoints: Sequence[str], output: str | None) -> dict[str, Any]:
@@ -131,6 +119,7 @@ def judge_checkpoints(target: str, resolved: str, checkpoints: Sequence[str], ou
         table, judged = judging.judge(tables, prepared, params)
     files = []
     if output is not None:
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
         for name, content in (("scores.feather", table), ("days.feather", judged.days)):
             files.append(beside(Path(output), name))
             with replacing(files[-1]) as aside:

@@ -79,17 +79,6 @@ def test_a_constant_growth_of_one_percent_in_20_dates_is_earned_once_in_20_dates
     assert column(result, "active") == pytest.approx([0.0] * 120, abs=1e-15)
 
 
-def test_a_score_earns_from_its_own_close_on_and_for_as_many_dates_as_the_horizon() -> None:
-    scores = np.zeros((6, 2))
-    scores[2, 1] = 1.0  # only on date 2 is asset 1 the best
-    returns_1 = np.zeros((6, 2))
-    for date in range(6):
-        returns_1[:] = 0.0
-        returns_1[date, 1] = 0.1
-        result = run(scores, returns_1, horizon=2, k_ratio=0.5, k_min=1, cost_bps=0)
-        assert result.summary.total_return == pytest.approx(0.05 if date in (2, 3) else 0.0)
-
-
 def test_sleeves_open_one_by_one_and_their_weights_drift() -> None:
     returns_1 = np.zeros((4, 2))
     returns_1[0, 0] = 1.0
@@ -126,12 +115,6 @@ def test_too_few_candidates_fall_back_to_the_best_k_min() -> None:
     assert column(result, "is_fallback") == [False, True, True, False]
     assert column(result, "num_held") == [3, 2, 2, 3]
     assert result.summary.share_fallback == 0.5
-
-
-def test_a_share_is_rounded_up_without_the_noise_of_binary_fractions() -> None:
-    for num_assets, held in ((30, 3), (31, 4), (9, 1)):
-        result = run(np.random.default_rng(0).random((1, num_assets)), np.zeros((1, num_assets)), k_ratio=0.1, k_min=1)
-        assert column(result, "num_held") == [held]
 
 
 def test_a_book_that_loses_all_ends_there() -> None:

@@ -35,28 +35,11 @@ def factor(num: int, horizon: int) -> float:
     return math.sqrt((num + 1 - 2 * horizon + horizon * (horizon - 1) / num) / num)
 
 
-def test_without_overlap_it_is_that_of_independent_dates() -> None:
-    values = np.random.default_rng(1).standard_normal(50)
-    assert standard_error(values, 1) == pytest.approx(scipy.stats.sem(values))
-
-
 def test_a_variance_that_is_not_positive_becomes_bartletts() -> None:
     values = np.tile([1.0, -1.0], 20) + np.linspace(0, 0.1, 40)
     result = standard_error(values, 2)
     assert result == pytest.approx(by_regression(values, 3, "bartlett") / factor(40, 2))
     assert result > 0
-
-
-def test_it_is_right_in_the_mean_for_labels_that_overlap() -> None:
-    means, errors = [], []
-    for seed in range(300):
-        values = overlapping(seed, 240, 5)
-        means.append(values.mean())
-        errors.append(summarize(values, horizon=5).standard_error)
-    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(means), rel=0.12)
-    # Taken as independent, they would be too small by about the square root of 5.
-    naive = summarize(overlapping(0, 240, 5), horizon=1).standard_error
-    assert errors[0] > 1.5 * naive
 
 
 def test_too_few_or_equal_dates_have_no_estimate() -> None:
@@ -138,12 +121,6 @@ def test_without_overlap_it_is_statsmodels_test() -> None:
     test = diebold_mariano(differences, 1)
     assert test.statistic == pytest.approx(expected.statistic)
     assert test.p_value == pytest.approx(expected.pvalue)
-
-
-def test_a_to_b_is_b_to_a_with_the_other_sign() -> None:
-    forward, backward = diebold_mariano(overlapping(2), 5), diebold_mariano(-overlapping(2), 5)
-    assert forward.statistic == -backward.statistic
-    assert forward.p_value == backward.p_value
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1])

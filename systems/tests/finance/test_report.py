@@ -39,7 +39,10 @@ def test_everything_reads_back_with_null_for_what_is_undefined(tmp_path, market,
     controls = run_controls(market, result.settings, num_shuffles=2)
     verdict = judge(result, (FINDING,), controls=controls)
     facts = {"folds": (1, 2), "gains": [math.inf, 1.5], "end": datetime.date(2024, 3, 1), "to": tmp_path}
-    write_backtest(tmp_path / "new", result, verdict=verdict, findings=[FINDING], controls=controls, facts=facts)
+    (tmp_path / "new").mkdir()
+    write_backtest(
+        tmp_path / "new" / "backtest.json", result, verdict=verdict, findings=[FINDING], controls=controls, facts=facts
+    )
     found = read_backtest(tmp_path / "new")
     assert found == read_backtest(tmp_path / "new" / "backtest.json")
     assert found["summary"] == vars(result.summary)
@@ -49,7 +52,7 @@ def test_everything_reads_back_with_null_for_what_is_undefined(tmp_path, market,
     assert found["controls"]["loss_t"] == controls.loss_t
     assert found["facts"] == {"folds": [1, 2], "gains": [None, 1.5], "end": "2024-03-01", "to": str(tmp_path)}
     nothing = BacktestInput(market.dates, market.codes, market.scores, np.full((80, 12), math.nan))
-    write_backtest(tmp_path, nothing.run(BacktestSettings()))
+    write_backtest(tmp_path / "backtest.json", nothing.run(BacktestSettings()))
     assert read_backtest(tmp_path)["summary"]["sharpe"] is None
     assert "NaN" not in (tmp_path / "backtest.json").read_text()
 
@@ -59,7 +62,7 @@ def test_everything_reads_back_with_null_for_what_is_undefined(tmp_path, market,
 def test_another_kind_or_version_and_an_absent_file_are_refused(tmp_path, result, change):
     with pytest.raises(DataError, match="is not there"):
         read_backtest(tmp_path)
-    *_, file = write_backtest(tmp_path, result)
+    *_, file = write_backtest(tmp_path / "backtest.json", result)
     file.write_text(json.dumps(read_backtest(tmp_path) | change))
     with pytest.raises(DataError, match="not a backtest of this version"):
         read_backtest(file)

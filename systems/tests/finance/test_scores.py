@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pytest
 
 from memfit.errors import DataError
@@ -46,20 +45,6 @@ def test_a_shuffled_table_comes_back_value_by_value() -> None:
         row, column = np.searchsorted(scores.dates, dates[cell // 15]), scores.codes.index(codes[cell % 15])
         assert scores.of("score_h1")[row, column] == value
         assert math.isnan(scores.of("target_h1")[row, column]) == (value > 0)
-
-
-@pytest.mark.parametrize(
-    "kind", [pa.date32(), pa.timestamp("ns"), pa.string(), pa.date64(), pa.timestamp("s", "Asia/Shanghai")]
-)
-def test_dates_may_be_of_any_usual_type(kind: pa.DataType) -> None:
-    column = pa.array([DAY] * 2, pa.date32())
-    has_zone = pa.types.is_timestamp(kind) and kind.tz is not None
-    column = pc.assume_timezone(column.cast(pa.timestamp("s")), kind.tz) if has_zone else column.cast(kind)
-    assert read_scores(table(date=column)).dates.tolist() == [DAY]
-
-
-def test_codes_may_be_a_dictionary() -> None:
-    assert read_scores(table(code=pa.array(["B", "A"]).dictionary_encode())).codes == ("A", "B")
 
 
 def test_a_date_and_code_that_come_twice_are_named() -> None:
