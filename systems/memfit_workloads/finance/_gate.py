@@ -87,6 +87,9 @@ def judge(
     rows = [Reason(f"data:{one.name}", one.severity, one.evidence) for one in findings]
     rows = rows or [Reason("data", "green", "no finding in the data")]
     rows += [*_of_summary(result, limits), *_of_controls(controls, result.settings.horizon, limits)]
+    net, gross = result.summary.total_return, result.summary.total_return_gross
+    text = f"{net:+,.1%} after costs, {gross:+,.1%} before (more than 0)"
+    rows.append(Reason("profit", _if(not net > 0, "yellow"), text))
     reasons = tuple(sorted(rows, key=lambda reason: _WORST_FIRST.index(reason.colour)))
     tunable = any(reason.colour == "yellow" and reason.name in _TUNABLE for reason in reasons)
     return Verdict(reasons[0].colour, reasons, _knobs(result) if tunable else ())
@@ -116,9 +119,6 @@ def _if(fails: bool, colour: Colour) -> Colour:
 
 def _of_summary(result: BacktestResult, limits: GateSettings) -> Iterable[Reason]:
     found, n = result.summary, result.summary.num_dates
-    net, gross = found.total_return, found.total_return_gross
-    text = f"{net:+,.1%} after costs, {gross:+,.1%} before (more than 0)"
-    yield Reason("profit", _if(not net > 0, "yellow"), text)
     if not found.mean_held > 0:
         yield Reason("empty", "red", f"nothing was ever held on {n} dates")
         return
@@ -138,7 +138,8 @@ def _of_summary(result: BacktestResult, limits: GateSettings) -> Iterable[Reason
     yield Reason(
         "annual_return",
         _if(annual > most_annual, "red"),
-        f"{annual:+,.1%} a year before costs, {gross:+,.0%} in all (plausible: up to {most_annual:+.0%} a year)",
+        f"{annual:+,.1%} a year before costs, {found.total_return_gross:+,.0%} in all (plausible: up to "
+        f"{most_annual:+.0%} a year)",
     )
     text = f"Sharpe {found.sharpe:.2f}, n {n} dates (plausible: up to {most_sharpe:.2f})"
     if too_good := found.sharpe > most_sharpe:
