@@ -48,7 +48,6 @@ ROOMS = {
     "video": ("systems/memfit_workloads/video", "Video classifier"),
     "recipes": ("systems/memfit_workloads/recipes", "Recipes"),
     "trajectory": ("systems/memfit_workloads/trajectory", "Trajectory model"),
-    "finance": ("systems/memfit_workloads/finance", "Statistics"),
     "own": ("systems/memfit_workloads/own", "Own networks"),
 }
 _HEAD = """\

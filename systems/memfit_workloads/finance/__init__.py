@@ -30,13 +30,9 @@ from memfit_workloads.finance._decision import record_of as record_of
 from memfit_workloads.finance._gate import GateSettings as GateSettings
 from memfit_workloads.finance._gate import Verdict as Verdict
 from memfit_workloads.finance._gate import judge as judge
-from memfit_workloads.finance._inference import bootstrap_interval as bootstrap_interval
 from memfit_workloads.finance._inference import diebold_mariano as diebold_mariano
-from memfit_workloads.finance._inference import minimal_detectable_effect as minimal_detectable_effect
 from memfit_workloads.finance._inference import minimum_dates as minimum_dates
-from memfit_workloads.finance._inference import power as power
 from memfit_workloads.finance._inference import sharpe as sharpe
-from memfit_workloads.finance._inference import slow_variation as slow_variation
 from memfit_workloads.finance._inference import standard_error as standard_error
 from memfit_workloads.finance._inference import summarize as summarize
 from memfit_workloads.finance._judge import decide_on as decide_on

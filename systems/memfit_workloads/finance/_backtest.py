@@ -24,18 +24,13 @@ _SIZING_ROUNDS = 6
 
 
 class BacktestSettings(Settings):
-    """How scores become positions, and what trading costs; docs/workflow.md has each setting with its unit.
-
-    From ``missing_return`` on, what a held asset earns on its first date without a return, its money is cash until the
-    sleeve ends.
-    """
+    """How scores become positions, and what trading costs; docs/workflow.md has each setting with its unit."""
 
     horizon: Annotated[int, Field(ge=1)] = 5
     k_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     k_min: Annotated[int, Field(ge=1)] = 3
     min_score: Annotated[float, Field(allow_inf_nan=False)] | None = None
     cost_bps: Annotated[float, Field(ge=0.0, le=1000.0)] = 10.0
-    missing_return: Annotated[float, Field(ge=-1.0, le=0.0)] = 0.0
     dates_per_year: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 252.0
 
 
@@ -43,20 +38,16 @@ class BacktestSettings(Settings):
 class BacktestSummary:
     """A backtest in numbers. Returns are simple and as a share: 0.1 is 10 %. What is undefined is NaN.
 
-    ``num_dates`` were marked and are n of all: they do not overlap, so they count as independent. On ``num_unmarked``
-    of those between the first and the last no asset had a return. Returns are after costs, those in ``_gross`` before
-    them; ``active`` is the mean daily return beyond the universe's, a year. ``volatility`` and ``sharpe`` are a year's,
-    of the daily net returns (divisor n - 1, no interest on cash is taken off); ``sharpe_error`` is
-    ``sqrt(dates_per_year / num_dates)``.
-    ``max_drawdown`` is at most 0, ``mean_turnover`` what is bought and sold a date, ``hit_rate`` of dates with a
-    position. Shares and ``mean_held`` (assets per sleeve) are over the rebalance dates; ``num_missing`` positions ended
-    for want of a return.
+    ``num_dates`` were marked and are n of all: they do not overlap, so they count as independent. Returns are after
+    costs, those in ``_gross`` before them; ``active`` is the mean daily return beyond the universe's, a year.
+    ``volatility`` and ``sharpe`` are a year's, of the daily net returns (divisor n - 1, no interest on cash is taken
+    off); ``sharpe_error`` is ``sqrt(dates_per_year / num_dates)``. Shares and ``mean_held`` (assets per sleeve) are
+    over the rebalance dates.
     """
 
     start: str
     end: str
     num_dates: int
-    num_unmarked: int
     total_return: float
     total_return_gross: float
     annual_return: float
@@ -66,13 +57,9 @@ class BacktestSummary:
     volatility: float
     sharpe: float
     sharpe_error: float
-    max_drawdown: float
-    mean_turnover: float
-    hit_rate: float
     share_fallback: float
     share_empty: float
     mean_held: float
-    num_missing: int
 
 
 @dataclass(frozen=True)
@@ -80,9 +67,9 @@ class BacktestResult:
     """A backtest: its settings, one row for each date that was marked, and the whole in numbers.
 
     In ``days``, ``gross``, ``cost``, ``net``, ``benchmark`` and ``active`` (net minus benchmark) are earned from this
-    close to the next, as a share of the equity at this close; ``equity`` and ``equity_benchmark`` are at the next
-    close, 1 at the start; ``turnover`` is bought and sold, ``exposure`` what is invested; ``num_held``
-    counts the sleeve that was opened on this date, ``num_positions`` all sleeves.
+    close to the next, as a share of the equity at this close; ``equity`` is at the next close, 1 at the start;
+    ``turnover`` is bought and sold, ``exposure`` what is invested; ``num_held`` counts the sleeve that was opened on
+    this date.
     """
 
     settings: BacktestSettings
@@ -95,9 +82,9 @@ class BacktestInput:
     """What a backtest takes, to run it, and again with a change; arrays are (D, A).
 
     ``dates`` are consecutive dates of the market in ascending order. Of the ``scores``, higher is better, NaN is none.
-    ``returns_1`` are simple returns from each date's close to the next, NaN where unknown; rows at the end without any
-    are left out. A date without any ``eligible`` asset is not to be traded; any other on which nothing can be chosen is
-    empty.
+    ``returns_1`` are simple returns from each date's close to the next, NaN where unknown: there a held asset earns
+    nothing. Rows at the end without any are left out. A date without any ``eligible`` asset is not to be traded; any
+    other on which nothing can be chosen is empty.
 
     Raises:
         DataError: If shapes differ, dates do not ascend, a code comes twice, or a return is below -1 or infinite.
@@ -163,7 +150,6 @@ class BacktestInput:
         universe = self.trade(settings.model_copy(update=whole), scores)["gross"]
         gross, cost = traded.pop("gross"), traded.pop("cost")
         net = gross - cost
-        equity = np.cumprod(1.0 + net)
         days = {
             "date": self.dates[: len(net)],
             "gross": gross,
@@ -171,9 +157,7 @@ class BacktestInput:
             "net": net,
             "benchmark": universe,
             "active": net - universe,
-            "equity": equity,
-            "equity_benchmark": np.cumprod(1.0 + universe),
-            "drawdown": equity / np.maximum.accumulate(np.maximum(equity, 1.0)) - 1.0,
+            "equity": np.cumprod(1.0 + net),
             **traded,
         }
         return BacktestResult(settings, pa.table(days), self._summarize(days, settings))
@@ -189,7 +173,6 @@ class BacktestInput:
             start=str(days["date"][0]) if n else "",
             end=str(days["date"][-1]) if n else "",
             num_dates=n,
-            num_unmarked=int(np.isnan(self.returns_1[:n]).all(axis=1).sum()),
             total_return=totals[0],
             total_return_gross=totals[1],
             annual_return=annual,
@@ -199,13 +182,9 @@ class BacktestInput:
             volatility=deviation * math.sqrt(year),
             sharpe=_mean(net) / deviation * math.sqrt(year) if deviation > 1e-12 else math.nan,
             sharpe_error=math.sqrt(year / n) if n else math.nan,
-            max_drawdown=float(days["drawdown"].min()) if n else math.nan,
-            mean_turnover=_mean(days["turnover"]),
-            hit_rate=_mean(net[days["exposure"] > 0] > 0),
             share_fallback=_mean(days["is_fallback"][traded]),
             share_empty=_mean(days["is_empty"][traded]),
             mean_held=_mean(days["num_held"][traded]),
-            num_missing=int(days["num_missing"].sum()),
         )
 
 
@@ -237,15 +216,14 @@ def select(scores: Floats, eligible: _Bools, settings: BacktestSettings) -> tupl
 
 
 def _walk(weights: Floats, returns_1: Floats, settings: BacktestSettings) -> dict[str, NDArray[Any]]:
-    """Open a sleeve of ``weights`` (D, A) on each date, as `BacktestInput.run` says; without returns nothing moves.
+    """Open a sleeve of ``weights`` (D, A) on each date, as `BacktestInput.run` says; gives what the sleeves earned.
 
-    Returns what the sleeves earned, as shares of the equity at the date's close before trading, and counts.
+    All is a share of the equity at the date's close before trading.
     """
     num_dates, num_assets = returns_1.shape
     held = np.zeros((settings.horizon, num_assets))  # money in each asset by sleeve
     value = np.full(settings.horizon, 1.0 / settings.horizon)  # money of each sleeve, cash included
-    rate, figures = settings.cost_bps / 1e4, np.zeros((4, num_dates))
-    counts = np.zeros((2, num_dates), np.int64)
+    rate, figures, returns = settings.cost_bps / 1e4, np.zeros((4, num_dates)), np.nan_to_num(returns_1)
     for date in range(num_dates):
         sleeve, equity, cost = date % settings.horizon, value.sum(), 0.0
         if equity <= 0:  # all is lost: from there on there is nothing to invest
@@ -255,17 +233,11 @@ def _walk(weights: Floats, returns_1: Floats, settings: BacktestSettings) -> dic
             held[sleeve] = weights[date] * (max(value[sleeve], 0.0) - cost)
             cost = rate * np.abs(held[sleeve] - old).sum()
         value[sleeve] -= cost
-        positions, known = (held != 0).any(axis=0), np.isfinite(returns_1[date])
-        lost = positions & ~known & known.any()
-        earned = np.where(known, returns_1[date], settings.missing_return if known.any() else 0.0)
-        gains = held @ earned
+        gains = held @ returns[date]
         figures[:, date] = np.array([gains.sum(), cost, np.abs(held[sleeve] - old).sum(), held.sum()]) / equity
-        counts[:, date] = positions.sum(), lost.sum()
         value += gains
-        held *= 1.0 + earned
-        held[:, lost] = 0.0
-    names = ("gross", "cost", "turnover", "exposure", "num_positions", "num_missing")
-    return dict(zip(names, (*figures, *counts), strict=True))
+        held *= 1.0 + returns[date]
+    return dict(zip(("gross", "cost", "turnover", "exposure"), figures, strict=True))
 
 
 def _annual(total: float, num_dates: int, dates_per_year: float) -> float:

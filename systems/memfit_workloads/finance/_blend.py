@@ -46,18 +46,6 @@ def blend(fold: Output, pattern: str | None, output: Path) -> list[str]:
     return chosen
 
 
-def check_scores(table: pa.Table) -> pa.Table:
-    """The scores that a workload gave, if they have the columns that all else relies on."""
-    missing = [name for name in ("date", "code", "target_h1") if name not in table.column_names]
-    if missing or not any(name.startswith("score_h") for name in table.column_names):
-        raise UsageError(
-            f"score() of the workload gave the columns {', '.join(table.column_names)}.",
-            rule="scores have date, code, target_h1, and score_h5 and target_h5 for a horizon of 5 dates.",
-            remedy=f"add {', '.join(missing) or 'a score_h... column'}",
-        )
-    return table
-
-
 def score_out_of_fold(
     score: Score, panel: Panel, checkpoints: Sequence[Path], dates: Indices, params: BaseModel
 ) -> tuple[dict[int, pa.Table], list[dict[str, Any]]]:
@@ -83,7 +71,7 @@ def score_out_of_fold(
             trained = type(params).model_validate_json(
                 json.dumps(params.model_dump(mode="json") | dict(provenance.params))
             )
-            tables[provenance.fold] = check_scores(score(panel, mine, path, trained))
+            tables[provenance.fold] = score(panel, mine, path, trained)
     if not tables:
         raise UsageError(
             f"none of the {len(found)} checkpoints may score any of the {len(dates)} dates.",
@@ -114,34 +102,12 @@ def check_related(found: Mapping[Path, Provenance], panel: Panel) -> None:
 def join_scores(tables: Mapping[int, pa.Table]) -> pa.Table:
     """Several folds' scores as one table with a row for each date and asset, and a column ``fold``.
 
-    Where several models scored a date, a score is the mean of theirs, each standardised within its date, and the fold
-    is the first of theirs.
+    Where several models may score a date, it has the scores of the last fold's, which has seen the newest dates.
     """
-    numbers = {fold: pa.array(np.full(len(table), fold, np.int32)) for fold, table in tables.items()}
-    named = [table.append_column("fold", numbers[fold]) for fold, table in tables.items()]
-    dates = [set(pc.unique(table.column("date")).to_pylist()) for table in named]
-    order = [("date", "ascending"), ("code", "ascending")]
-    if sum(map(len, dates)) == len(set().union(*dates)):
-        return pa.concat_tables(named).sort_by(order)
-    names = [name for name in named[0].column_names if name not in ("date", "code")]
-    how = {name: "mean" if name.startswith("score_") else "min" if name == "fold" else "first" for name in names}
-    whole = pa.concat_tables([_standardised(table) for table in named]).group_by(["date", "code"], use_threads=False)
-    joined = whole.aggregate(list(how.items()))
-    plain = {f"{name}_{function}": name for name, function in how.items()}
-    joined = joined.rename_columns([plain.get(name, name) for name in joined.column_names])
-    return joined.select(named[0].column_names).sort_by(order)
-
-
-def _standardised(table: pa.Table) -> pa.Table:
-    """Scores less their mean within the date, over their standard deviation there."""
-    _, date = np.unique(table.column("date").to_numpy(), return_inverse=True)
-    count = np.maximum(np.bincount(date), 1)
-    for name in table.column_names:
-        if not name.startswith("score_"):
-            continue
-        values = table.column(name).to_numpy().astype(np.float64)
-        values -= (np.bincount(date, values) / count)[date]
-        sd = np.sqrt(np.bincount(date, values**2) / count)[date]
-        values = np.divide(values, sd, out=np.zeros_like(values), where=sd > 0)
-        table = table.set_column(table.column_names.index(name), name, pa.array(values.astype(np.float32)))
-    return table
+    parts, taken = [], set[Any]()
+    for fold in sorted(tables, reverse=True):
+        dates = tables[fold]["date"]
+        kept = tables[fold].filter(pc.invert(pc.is_in(dates, pa.array(sorted(taken), dates.type))))
+        parts.append(kept.append_column("fold", pa.array(np.full(len(kept), fold, np.int32))))
+        taken |= set(pc.unique(dates).to_pylist())
+    return pa.concat_tables(parts).sort_by([("date", "ascending"), ("code", "ascending")])

@@ -21,13 +21,7 @@ from memfit.rundir import finite
 from memfit_workloads.finance._days import by_date, description
 from memfit_workloads.finance._inference import (
     DieboldMariano,
-    Interval,
-    SlowVariation,
-    bootstrap_interval,
     diebold_mariano,
-    minimal_detectable_effect,
-    minimum_dates,
-    slow_variation,
 )
 
 Verdict = Literal["A better", "B better", "no difference shown"]
@@ -43,59 +37,36 @@ class Decision:
     """The result of a comparison of A with B. A higher metric is better.
 
     The verdict is ``A better`` or ``B better`` if the adjusted p-value (Holm's, for ``num_comparisons``) is below ``1 -
-    level`` and the interval lies on that side of 0. ``no difference shown`` is not "equal": see
-    ``minimal_detectable_effect``, the smallest true effect that the test shows 4 times in 5, at Bonferroni's alpha.
-    Where the difference is ``slow``, above or below its mean for longer than labels overlap, the standard error is too
-    small, and a verdict is false more often than alpha. Means are over the paired dates; the others were dropped: one
-    has them alone (``num_only_a``), or either is undefined.
+    level`` and the interval lies on that side of 0. ``no difference shown`` is not "equal". ``num_dropped`` dates one
+    has alone, or either is undefined there.
     """
 
     verdict: Verdict
     metric: str
     horizon: int
+    level: float
     test: DieboldMariano
-    interval: Interval
-    slow: SlowVariation
     num_comparisons: int
     adjusted_p_value: float
-    minimal_detectable_effect: float
-    mean_a: float
-    mean_b: float
-    num_only_a: int
-    num_only_b: int
-    num_undefined: int
+    num_dropped: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, in one level; an undefined or infinite figure is None."""
         found = dataclasses.asdict(self)
-        test, interval, slow = (found.pop(name) for name in ("test", "interval", "slow"))
-        found |= {"effect": test.pop("mean")} | test | interval | {"is_slow": slow.pop("is_shown")}
-        return dict(finite(found | {f"slow_{name}": value for name, value in slow.items()}))
+        test = found.pop("test")
+        return dict(finite(found | {"effect": test.pop("mean")} | test))
 
     def explain(self) -> dict[str, str]:
         """Return the evidence in words: a line for each title."""
-        test, interval = self.test, self.interval
-        kernel = "" if test.kernel == "rectangular" else f", {test.kernel} kernel"
+        test = self.test
         tried = "this one alone" if self.num_comparisons == 1 else f"{self.num_comparisons} tried"
-        lost = {"only in A": self.num_only_a, "only in B": self.num_only_b, "undefined": self.num_undefined}
-        dropped = ", ".join(f"{number} {name}" for name, number in lost.items() if number) or "none"
-        lines = {
+        return {
             "effect": f"{test.mean:+.5f} ± {test.standard_error:.5f} standard error",
-            f"{interval.level * 100:.4g} % interval": f"{interval.lower:+.5f} to {interval.upper:+.5f}  (blocks of "
-            f"{interval.block_length} dates)",
-            "test": f"t {test.statistic:+.2f}, {_p(test.p_value)}, labels over {self.horizon} dates{kernel}",
-            "comparisons": f"{tried}; {_p(self.adjusted_p_value)} after Holm, against {1 - interval.level:.3g}",
-            "could show": f"an effect of {self.minimal_detectable_effect:.5f}, 4 times in 5",
-            "dates": f"{test.num_dates} paired; dropped: {dropped}",
+            f"{self.level * 100:.4g} % interval": f"{test.lower:+.5f} to {test.upper:+.5f}",
+            "test": f"t {test.statistic:+.2f}, {_p(test.p_value)}, labels over {self.horizon} dates",
+            "comparisons": f"{tried}; {_p(self.adjusted_p_value)} after Holm, against {1 - self.level:.3g}",
+            "dates": f"{test.num_dates} paired, {self.num_dropped} dropped",
         }
-        if self.slow.is_shown:
-            lines["warning"] = (
-                f"{self.metric} varies slowly, beyond the {self.horizon} dates that labels span (z "
-                f"{self.slow.statistic:+.1f}). Its true error is about {self.slow.error_factor:.1f} times as large, "
-                f"and t then {test.statistic / self.slow.error_factor:+.1f}. False decisions are more frequent than "
-                f"{1 - interval.level:.0%}."
-            )
-        return lines
 
 
 def _p(value: float) -> str:
@@ -114,10 +85,9 @@ def decide(
     """Compare a metric of two day tables of `evaluate_days` on the dates that both have.
 
     B may be ``random``: scores without information. A verdict needs two things: the paired test's p-value, corrected
-    for all comparisons, is below ``1 - level``, and the block bootstrap's interval excludes 0 on the same side. A date
-    of several folds counts once, with their mean. ``horizon`` are the dates that the metric's labels span;
-    ``other_p_values`` are those of all other comparisons that were tried. How far a training with another seed would
-    differ is not in the figures.
+    for all comparisons, is below ``1 - level``, and the interval excludes 0. A date of several folds counts once, with
+    their mean. ``horizon`` are the dates that the metric's labels span; ``other_p_values`` are those of all other
+    comparisons that were tried. How far a training with another seed would differ is not in the figures.
 
     Raises:
         DataError: If a table lacks the metric, the tables say that they were evaluated on different k, quantiles or
@@ -139,39 +109,19 @@ def decide(
         _refuse_unlike(description(days_a), description(days_b))
         dates_b, all_b = by_date(days_b, metric, "B")
     _, of_a, of_b = np.intersect1d(dates_a, dates_b, assume_unique=True, return_indices=True)
-    both, num_common = ~(np.isnan(all_a[of_a]) | np.isnan(all_b[of_b])), len(of_a)
-    values_a, values_b = all_a[of_a[both]], all_b[of_b[both]]
-    if len(values_a) < minimum_dates(horizon):
-        raise DataError(
-            f"{len(values_a)} dates can be paired: A has {len(dates_a)}, B {len(dates_b)}, both {num_common}, and on "
-            f"{num_common - len(values_a)} of these the metric of either is undefined.",
-            rule=f"labels over {horizon} dates are compared on at least {minimum_dates(horizon)} dates.",
-            remedy="evaluate both on the same dates, and more of them, or compare a shorter horizon",
-        )
-    differences = values_a - values_b
-    test = diebold_mariano(differences, horizon)
-    interval = bootstrap_interval(differences, horizon, level)
+    test = diebold_mariano(all_a[of_a] - all_b[of_b], horizon, level)
     adjusted = float(multipletests([test.p_value, *other_p_values], method="holm")[1][0])
-    alpha, num_comparisons = 1 - level, 1 + len(other_p_values)
-    sign = (interval.lower > 0) - (interval.upper < 0) if adjusted < alpha else 0
+    sign = (test.lower > 0) - (test.upper < 0) if adjusted < 1 - level else 0
     verdicts: dict[int, Verdict] = {1: "A better", -1: "B better", 0: "no difference shown"}
     return Decision(
-        verdict=verdicts[sign if sign * test.mean > 0 else 0],
+        verdict=verdicts[sign],
         metric=metric,
         horizon=horizon,
+        level=level,
         test=test,
-        interval=interval,
-        slow=slow_variation(differences, horizon),
-        num_comparisons=num_comparisons,
+        num_comparisons=1 + len(other_p_values),
         adjusted_p_value=adjusted,
-        minimal_detectable_effect=minimal_detectable_effect(
-            test.standard_error, test.num_dates, alpha=alpha / num_comparisons
-        ),
-        mean_a=float(values_a.mean()),
-        mean_b=float(values_b.mean()),
-        num_only_a=len(dates_a) - num_common,
-        num_only_b=len(dates_b) - num_common,
-        num_undefined=num_common - len(values_a),
+        num_dropped=len(np.union1d(dates_a, dates_b)) - test.num_dates,
     )
 
 

@@ -1,21 +1,16 @@
-"""Statistics of the mean of a daily series whose labels overlap: standard error, test, interval, power."""
+"""Statistics of the mean of a daily series whose labels overlap: standard error, test, interval."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from memfit.errors import DataError, UsageError, check_counts
 
-Kernel = Literal["rectangular", "bartlett", "none"]
-#: Dates beyond the overlap of labels on which a slow variation is looked for: two months of trading.
-SLOW_DATES = 40
-# One-sided, 5 %: so many steady series are called slow by chance.
-_SLOW_FROM = 1.645
 # A long-run variance below this share of the plain one is rounding, not an estimate.
 _SMALLEST_SHARE = 1e-9
 
@@ -55,13 +50,13 @@ def summarize(series: ArrayLike, horizon: int | None = None) -> Summary:
         mean=float(defined.mean()) if num else math.nan,
         sd=sd,
         num_dates=num,
-        standard_error=math.nan if horizon is None else standard_error(defined, horizon)[0],
+        standard_error=math.nan if horizon is None else standard_error(defined, horizon),
         num_undefined=len(values) - num,
     )
 
 
-def standard_error(values: NDArray[Any], horizon: int) -> tuple[float, Kernel]:
-    """Return the standard error of the mean of n daily values and the kernel; NaN below ``max(2, 2 * horizon)`` values.
+def standard_error(values: NDArray[Any], horizon: int) -> float:
+    """Return the standard error of the mean of n daily values; NaN below ``max(2, 2 * horizon)`` values.
 
     Labels less than ``horizon`` dates apart share returns. So the variance adds the first ``horizon - 1``
     autocovariances in full (rectangular kernel), with the small-sample factor of Harvey, Leybourne and Newbold. Where
@@ -76,80 +71,37 @@ def standard_error(values: NDArray[Any], horizon: int) -> tuple[float, Kernel]:
     check_counts(UsageError, 1, horizon=horizon)
     num = len(values)
     if num < max(2, 2 * horizon):
-        return math.nan, "none"
+        return math.nan
     deviations = values - values.mean()
     if values.min() == values.max():
-        return 0.0, "none"
+        return 0.0
     squares = float(deviations @ deviations)
     if horizon == 1:
-        return float(np.sqrt(squares / (num - 1) / num)), "rectangular"
+        return float(np.sqrt(squares / (num - 1) / num))
     import statsmodels.stats.sandwich_covariance as hac  # slow to load
 
-    kernel: Kernel = "rectangular"
     variance = float(hac.S_hac_simple(deviations, horizon - 1, hac.weights_uniform)[0, 0])
     if variance <= _SMALLEST_SHARE * squares:
-        kernel = "bartlett"
         variance = float(hac.S_hac_simple(deviations, 2 * horizon - 1, hac.weights_bartlett)[0, 0])
     factor = (num + 1 - 2 * horizon + horizon * (horizon - 1) / num) / num
-    return float(np.sqrt(variance / num**2 / factor)), kernel
-
-
-@dataclass(frozen=True)
-class SlowVariation:
-    """Whether a series stays above or below its mean for longer than its labels overlap; NaN where unknown.
-
-    ``statistic`` sums the autocorrelations beyond the overlap, in standard errors; above 1.645 it ``is_shown``, as in 5
-    % of series without slow variation. ``error_factor`` is by how much they multiply the standard error of the mean.
-    """
-
-    statistic: float
-    error_factor: float
-    is_shown: bool
-
-
-def slow_variation(values: NDArray[Any], horizon: int) -> SlowVariation:
-    """Test a daily series for dependence beyond the overlap of its labels.
-
-    Skill that comes and goes over weeks adds autocorrelations after the first ``horizon - 1`` lags. The next 40 lags,
-    at most an eighth of the dates, are added up.
-
-    Source:
-        M. Bartlett, On the theoretical specification and sampling properties of autocorrelated time-series (1946), for
-        the variance of the sum.
-    """
-    num, num_lags = len(values), min(SLOW_DATES, len(values) // 8)
-    error = standard_error(values, horizon)[0]
-    if not error > 0 or num_lags < 1:
-        return SlowVariation(math.nan, math.nan, is_shown=False)
-    deviations = values - values.mean()
-    lags = np.arange(horizon + num_lags)
-    products = [deviations[: num - lag] @ deviations[lag:] / (num - lag) for lag in lags]
-    correlations = np.array(products) / products[0]
-    # The mean that was taken off makes each covariance smaller, by the mean's variance.
-    total = correlations[horizon:].sum() + num_lags * error**2 / products[0]
-    near = np.concatenate([correlations[1:horizon][::-1], correlations[:horizon]])
-    of_lag = np.convolve(near, near)
-    distance = np.abs(np.arange(len(of_lag)) - len(of_lag) // 2)
-    spread = np.sqrt((np.maximum(num_lags - distance, 0) * of_lag).sum() / num)
-    statistic = float(total / spread)
-    factor = float(np.sqrt(max(0.0, 1 + 2 * total * products[0] / (num * error**2))))
-    return SlowVariation(statistic, factor, is_shown=statistic > _SLOW_FROM)
+    return float(np.sqrt(variance / num**2 / factor))
 
 
 @dataclass(frozen=True)
 class DieboldMariano:
-    """A test of whether the mean of daily differences is 0.
+    """A test of whether the mean of daily differences is 0, and the interval of that mean, ``lower`` to ``upper``.
 
-    ``statistic`` is ``mean / standard_error``, NaN if all differences are equal. ``p_value`` is two-sided, by Student's
-    t with ``num_dates - 1`` degrees of freedom; 1 without a statistic. ``kernel`` is that of `standard_error`.
+    ``statistic`` is ``mean / standard_error``, NaN if all differences are equal. ``p_value`` is two-sided, 1 without a
+    statistic.
     """
 
     mean: float
     standard_error: float
     statistic: float
     p_value: float
+    lower: float
+    upper: float
     num_dates: int
-    kernel: Kernel
 
 
 def minimum_dates(horizon: int) -> int:
@@ -157,15 +109,16 @@ def minimum_dates(horizon: int) -> int:
     return max(30, 12 * horizon)
 
 
-def diebold_mariano(differences: ArrayLike, horizon: int) -> DieboldMariano:
+def diebold_mariano(differences: ArrayLike, horizon: int, level: float = 0.95) -> DieboldMariano:
     """Test whether the mean of paired daily differences is 0, with labels that span several dates.
 
-    ``differences`` (D,) are in ascending order of dates; NaN are left out. The standard error is that of
-    `standard_error`. The test does not see how far another training would differ, nor dependence over more than
-    ``horizon - 1`` dates.
+    ``differences`` (D,) are in ascending order of dates; NaN are left out. Test and interval take `standard_error`, and
+    Student's t with ``num_dates - 1`` degrees of freedom. They do not see how far another training would differ, nor
+    dependence over more than ``horizon - 1`` dates.
 
     Raises:
         DataError: If fewer than `minimum_dates` are defined, or one is infinite.
+        UsageError: If the level is out of range.
 
     Source:
         F. Diebold, R. Mariano, Comparing predictive accuracy (1995); D. Harvey, S. Leybourne, P. Newbold, Testing the
@@ -174,17 +127,8 @@ def diebold_mariano(differences: ArrayLike, horizon: int) -> DieboldMariano:
     """
     from scipy.stats import t as student
 
-    values = _check_differences(differences, horizon)
-    mean, num = float(values.mean()), len(values)
-    error_of_mean, kernel = standard_error(values, horizon)
-    if error_of_mean == 0:
-        return DieboldMariano(mean, 0.0, math.nan, 1.0, num, "none")
-    statistic = mean / error_of_mean
-    return DieboldMariano(mean, error_of_mean, statistic, float(2 * student.sf(abs(statistic), num - 1)), num, kernel)
-
-
-def _check_differences(differences: ArrayLike, horizon: int) -> NDArray[np.float64]:
-    """Return the defined differences; refuse too few for the horizon."""
+    if not 0 < level < 1:
+        raise UsageError(f"the level is {level}.", rule="a level lies between 0 and 1.", remedy="level=0.95 is usual")
     values = np.asarray(differences, np.float64).ravel()
     values = values[~np.isnan(values)]
     if len(values) < minimum_dates(horizon) or np.isinf(values).any():
@@ -193,85 +137,11 @@ def _check_differences(differences: ArrayLike, horizon: int) -> NDArray[np.float
             rule=f"labels over {horizon} dates need at least {minimum_dates(horizon)} finite differences.",
             remedy="evaluate more dates or folds, or a shorter horizon",
         )
-    return values
-
-
-def power(effect: float, standard_error: float, num_dates: int, *, alpha: float = 0.05) -> float:
-    """Return the probability that the two-sided test shows a true effect of this size, in the differences' unit."""
-    from scipy import stats
-
-    size, freedom = abs(effect) / standard_error, num_dates - 1
-    critical = stats.t.isf(alpha / 2, freedom)
-    # The lower tail of the noncentral t by symmetry: nct.cdf at -critical is NaN for some large effects.
-    return float(stats.nct.sf(critical, freedom, size) + stats.nct.sf(critical, freedom, -size))
-
-
-def minimal_detectable_effect(
-    standard_error: float, num_dates: int, *, alpha: float = 0.05, wanted_power: float = 0.8
-) -> float:
-    """Return the smallest true effect that the two-sided test of so many differences shows with the wanted power."""
-    if standard_error == 0:
-        return 0.0
-    from scipy.optimize import brentq
-
-    # In standard errors, so that the result is in proportion to them to the last bit.
-    most = 1.0
-    while power(most, 1.0, num_dates, alpha=alpha) < wanted_power:
-        most *= 2
-    found = brentq(lambda size: power(size, 1.0, num_dates, alpha=alpha) - wanted_power, 0.0, most)
-    return standard_error * float(found)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An interval for a mean, in the unit of the differences; infinite if the blocks cannot tell."""
-
-    lower: float
-    upper: float
-    level: float
-    block_length: int
-
-
-def bootstrap_interval(
-    differences: ArrayLike, horizon: int, level: float = 0.95, *, seed: int = 0, num_resamples: int = 1000
-) -> Interval:
-    """Return an interval for the mean of paired daily differences, by a studentised circular block bootstrap.
-
-    Blocks have Politis and White's length, at least ``horizon`` and at most an eighth of the dates. The interval is the
-    mean plus and minus the quantile of the studentised deviations, times the standard error. A basic interval covers 90
-    % in place of 95 (240 dates, labels over 5 dates); ``finance/bench.py`` measures both.
-
-    Raises:
-        DataError: If fewer than `minimum_dates` are defined, or one is infinite.
-        UsageError: If the level or the horizon is out of range.
-
-    Source:
-        F. Gotze, H. Kunsch, Second-order correctness of the blockwise bootstrap for stationary observations (1996); D.
-        Politis, H. White, Automatic block-length selection for the dependent bootstrap (2004), corrected in 2009; P.
-        Hall, On symmetric bootstrap confidence intervals (1988).
-    """
-    if not 0 < level < 1:
-        raise UsageError(f"the level is {level}.", rule="a level lies between 0 and 1.", remedy="level=0.95 is usual")
-    from arch import bootstrap as arch
-
-    values = _check_differences(differences, horizon)
-    mean, (scale, _) = float(values.mean()), standard_error(values, horizon)
-    if scale == 0:
-        return Interval(mean, mean, level, horizon)
-    found = float(arch.optimal_block_length(values)["circular"].iloc[0])
-    length = min(max(horizon, math.ceil(found)), len(values) // 8)
-    num_blocks = len(values) // length
-
-    def ratio(resample: NDArray[Any]) -> NDArray[np.float64]:
-        blocks = resample[: num_blocks * length].reshape(num_blocks, length).sum(axis=1) / length
-        deviations = blocks - blocks.sum() / num_blocks
-        error_of_mean = math.sqrt(deviations @ deviations / (num_blocks - 1) / num_blocks)
-        deviation = abs(resample.mean() - mean)
-        return np.array([deviation / error_of_mean if error_of_mean > 0 else (math.inf if deviation else 0.0)])
-
-    ratios = arch.CircularBlockBootstrap(length, values, seed=seed).apply(ratio, num_resamples)
-    reach = float(np.quantile(ratios, level, method="higher")) * scale
-    return Interval(mean - reach, mean + reach, level, length)
+    mean, num, error_of_mean = float(values.mean()), len(values), standard_error(values, horizon)
+    statistic = mean / error_of_mean if error_of_mean > 0 else math.nan
+    p_value = float(2 * student.sf(abs(statistic), num - 1)) if error_of_mean > 0 else 1.0
+    reach = error_of_mean * float(student.isf((1 - level) / 2, num - 1))
+    return DieboldMariano(mean, error_of_mean, statistic, p_value, mean - reach, mean + reach, num)
 
 
 def sharpe(returns: ArrayLike, *, periods_per_year: float = 252) -> tuple[float, float]:
@@ -280,9 +150,6 @@ def sharpe(returns: ArrayLike, *, periods_per_year: float = 252) -> tuple[float,
     They are simple returns in excess of the risk-free rate, shape (n,), taken as uncorrelated; NaN are left out. The
     error allows for their skew and kurtosis. Below 3 returns, or where all are equal, both are NaN.
 
-    Raises:
-        DataError: If a return is infinite.
-
     Source: W. Sharpe, The Sharpe ratio (1994); the standard error is that of D. Bailey, M. Lopez de Prado, The Sharpe
         ratio efficient frontier (2012), after E. Mertens (2002).
     """
@@ -290,12 +157,6 @@ def sharpe(returns: ArrayLike, *, periods_per_year: float = 252) -> tuple[float,
 
     values = np.asarray(returns, np.float64).ravel()
     values = values[~np.isnan(values)]
-    if np.isinf(values).any():
-        raise DataError(
-            f"{int(np.isinf(values).sum())} of {len(values)} returns are infinite.",
-            rule="a Sharpe ratio is taken over finite returns.",
-            remedy="check the prices behind them",
-        )
     if len(values) < 3 or values.min() == values.max():
         return math.nan, math.nan
     ratio, year = float(values.mean() / values.std(ddof=1)), math.sqrt(periods_per_year)

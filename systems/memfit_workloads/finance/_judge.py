@@ -12,17 +12,17 @@ import pyarrow as pa
 from numpy.lib.stride_tricks import sliding_window_view
 
 from memfit.data import Panel
-from memfit.errors import DataError, UsageError
+from memfit.errors import UsageError
 from memfit_workloads.finance._backtest import BacktestInput, BacktestResult, BacktestSummary
 from memfit_workloads.finance._checks import Finding, check_market
 from memfit_workloads.finance._controls import Controls, run_controls, sweep
-from memfit_workloads.finance._days import evaluate_days, evaluate_folds, read_days, summarize_days
-from memfit_workloads.finance._decision import Decision, decide, decide_on_record, record_of
+from memfit_workloads.finance._days import evaluate_folds, read_days, summarize_days
+from memfit_workloads.finance._decision import Decision, decide_on_record, record_of
 from memfit_workloads.finance._gate import Verdict, judge
 from memfit_workloads.finance._inference import Summary, summarize
 from memfit_workloads.finance._matrices import Floats, Market, Scores, forward_returns, read_market, read_scores
 from memfit_workloads.finance._metrics import rank_ic
-from memfit_workloads.finance._report import plain, write_backtest
+from memfit_workloads.finance._report import plain
 from memfit_workloads.finance._settings import JudgeSettings
 
 #: Shares of the assets that are tried beside the one that was asked for, as multiples of it.
@@ -79,8 +79,7 @@ def _realised(returns_1: Floats) -> Floats:
 class Judged:
     """What scores came to: backtest, findings in the data, controls, the gate's verdict, and the metrics.
 
-    ``days`` has a row for each fold and date, ``by_date`` one for each date of the scores that were traded; ``tried``
-    are the same scores with other shares of the assets.
+    ``days`` has a row for each fold and date; ``tried`` are the same scores with other shares of the assets.
     """
 
     result: BacktestResult
@@ -89,9 +88,18 @@ class Judged:
     verdict: Verdict
     days: pa.Table
     metrics: Mapping[str, Summary]
-    tried: Mapping[float, BacktestSummary]
-    by_date: pa.Table
+    tried: Mapping[str, BacktestSummary]
     volatility: VolatilityCorrelation
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All but the backtest and the table of days, by name."""
+        names = ("verdict", "metrics", "findings", "controls", "tried", "volatility")
+        return {name: getattr(self, name) for name in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; a figure that is undefined is None."""
+        return dict(plain({"settings": self.result.settings, "summary": self.result.summary, **self.facts}))
 
 
 def judge_scores(
@@ -118,13 +126,11 @@ def judge_scores(
     days = evaluate_folds(folds, horizons=scores.horizons, k_ratio=settings.k_ratio)
     # Its comparisons are counted with those of all tables of the same data.
     days = days.replace_schema_metadata(days.schema.metadata | {b"memfit_data": (data or panel.fingerprint).encode()})
-    metrics = summarize_days(days)
-    ic = metrics[f"h{horizon}_rank_ic"].mean
-    verdict = judge(result, findings, controls=controls, rank_ic=ic, settings=settings.gate)
+    verdict = judge(result, findings, controls=controls, settings=settings.gate)
     tried = sweep(given, settings.backtest, [min(1.0, round(settings.backtest.k_ratio * times, 4)) for times in _SWEEP])
-    by_date = evaluate_days(scores, horizons=scores.horizons, k_ratio=settings.k_ratio)
+    named = {f"{ratio:g}": summary for ratio, summary in tried.items()}
     volatility = volatility_correlation(given.scores, given.returns_1)
-    return Judged(result, findings, controls, verdict, days, metrics, tried, by_date, volatility)
+    return Judged(result, findings, controls, verdict, days, summarize_days(days), named, volatility)
 
 
 def _input(scores: Scores, market: Market | None, horizon: int) -> BacktestInput:
@@ -158,33 +164,9 @@ def _with_features(market: Market, panel: Panel) -> Market:
     return replace(market, features={name: panel.values[:, :, at] for at, name in enumerate(panel.feature_names)})
 
 
-def decide_on(days: pa.Table, settings: JudgeSettings, *, name: str) -> tuple[Decision, Decision | None]:
-    """Decide whether the scores are better than the baseline, corrected for all comparisons on the same data.
-
-    The second decision is that of the metric beside it, which is no comparison on record; None where the baseline does
-    not have that metric.
-    """
-    baseline, level = settings.decision.baseline, settings.decision.level
+def decide_on(days: pa.Table, settings: JudgeSettings, *, name: str) -> Decision:
+    """Decide whether the scores are better than the baseline, corrected for all comparisons on the same data."""
+    baseline, level, metric = settings.decision.baseline, settings.decision.level, settings.metric
     other = "random" if baseline == "random" else read_days(Path(baseline))
-    horizon = settings.metric_horizon
-    names, record = (name, baseline), record_of(days, other, settings.metric)
-    decision = decide_on_record(days, other, settings.metric, horizon, record=record, level=level, names=names)
-    try:
-        return decision, decide(days, other, settings.metric_beside, horizon, level=level)
-    except DataError:
-        return decision, None
-
-
-def summarize_judged(judged: Judged) -> dict[str, Any]:
-    """Return what scores came to, as plain values for JSON; a figure that is undefined is None."""
-    parts = {name: getattr(judged, name) for name in ("verdict", "metrics", "findings", "controls", "volatility")}
-    tried = {f"{ratio:g}": summary for ratio, summary in judged.tried.items()}
-    parts |= {"settings": judged.result.settings, "summary": judged.result.summary, "tried": tried}
-    return dict(plain(parts))
-
-
-def write_judged(file: Path, judged: Judged, *, facts: Mapping[str, Any]) -> tuple[Path, ...]:
-    """Write what scores came to into a JSON file, with the days beside it; gives their paths."""
-    facts = {**facts, "metrics": judged.metrics, "volatility": judged.volatility}
-    parts = {"verdict": judged.verdict, "findings": judged.findings, "controls": judged.controls}
-    return write_backtest(file, judged.result, days=judged.by_date, **parts, facts=facts)
+    record, names = record_of(days, other, metric), (name, baseline)
+    return decide_on_record(days, other, metric, settings.metric_horizon, record=record, level=level, names=names)

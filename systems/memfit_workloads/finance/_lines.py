@@ -8,7 +8,7 @@ from typing import Any, Literal
 from memfit_workloads.finance._decision import Decision
 
 Detail = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
-_PERCENT = ("total_return", "annual_return", "annual_benchmark", "max_drawdown", "volatility", "mean_turnover")
+_PERCENT = ("total_return", "annual_return", "annual_benchmark", "volatility")
 
 
 def judged_lines(found: Mapping[str, Any], detail: Detail = "WARNING") -> Iterator[str]:
@@ -64,18 +64,11 @@ def _tried_lines(tried: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield f"{ratio:>7}{summary['mean_held']:>7.1f}{net:>15}{gross:>14}{_number(summary['sharpe']):>9}"
 
 
-def decision_lines(decision: Decision, second: Decision | None, baseline: str) -> Iterator[str]:
-    """A decision, what the metric beside it says, and a warning where the standard error is too small."""
+def decision_lines(decision: Decision, baseline: str) -> Iterator[str]:
+    """A decision with its evidence."""
     yield f"decision: {decision.verdict} ({decision.metric}, A is this, B is {baseline})"
     for title, text in decision.explain().items():
         yield f"  {title:<15}{text}"
-    if second:
-        other = second.to_dict()
-        yield (
-            f"  also {second.metric}: effect {_number(other['effect'])}, {decision.interval.level:.0%} interval "
-            f"{_number(other['lower'])} to {_number(other['upper'])}; n {second.test.num_dates} dates; "
-            f"p {_number(other['p_value'], signed=False)}; for information; no decision"
-        )
 
 
 def _number(value: float | None, *, signed: bool = True) -> str:

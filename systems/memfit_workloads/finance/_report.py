@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.csv
+from pydantic_core import to_json
 
-from memfit.config import to_plain
 from memfit.errors import DataError
 from memfit.files import read_json, replacing, write_atomic
 from memfit_workloads.finance._backtest import BacktestResult
 
 REPORT_FILE = "backtest.json"
-_KIND = {"kind": "memfit.backtest", "schema_version": 3}
+_KIND = {"kind": "memfit.backtest", "schema_version": 4}
 
 
-def write_backtest(
-    path: Path, result: BacktestResult, *, days: pa.Table | None = None, **facts: Any
-) -> tuple[Path, Path]:
+def write_backtest(file: Path, result: BacktestResult, **facts: Any) -> tuple[Path, Path]:
     """Write a backtest as a CSV file of its days and a JSON file, each aside and then renamed; gives their paths.
 
     The JSON file comes last; it holds settings, summary and facts, with null for what is undefined. Beside
-    ``backtest.json``, which is meant where ``path`` is a folder, lies ``days.csv``; beside ``other.json``
-    ``other_days.csv``. The columns of the day table ``days``, which has a row for a date, go into it.
+    ``backtest.json`` lies ``days.csv``; beside ``other.json`` ``other_days.csv``.
     """
-    file = path if path.suffix == ".json" else path / REPORT_FILE
-    file.parent.mkdir(parents=True, exist_ok=True)
     beside_it = beside(file, "days.csv")
     with replacing(beside_it) as aside:
-        options = pyarrow.csv.WriteOptions(quoting_style="needed")
-        pyarrow.csv.write_csv(_joined(result.days, days), str(aside), options)
+        pyarrow.csv.write_csv(result.days, str(aside))
     content = {"settings": result.settings, "summary": result.summary, **facts, "files": [beside_it.name]}
     write_atomic(file, json.dumps(plain(_KIND | content), indent=2, allow_nan=False) + "\n")
     return beside_it, file
@@ -60,25 +50,9 @@ def read_backtest(path: Path) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """Return records, settings, dates and paths as plain values for JSON; a number that is not finite is None."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else to_plain(value)
+    return json.loads(to_json(value, inf_nan_mode="null"))
 
 
 def beside(file: Path, name: str) -> Path:
     """Return the file beside a backtest's JSON file: ``days.csv``, or ``five_days.csv`` beside ``five.json``."""
     return file.with_name(name if file.name == REPORT_FILE else f"{file.stem}_{name}")
-
-
-def _joined(days: pa.Table, evaluated: pa.Table | None) -> pa.Table:
-    """Return the days of the backtest with the columns of the day table beside them; null where it has no row."""
-    if evaluated is None:
-        return days
-    new = [name for name in evaluated.column_names if name not in days.column_names]
-    theirs = evaluated.select(new).append_column("date", evaluated["date"].cast(pa.date32()))
-    ours = days.set_column(0, "date", days["date"].cast(pa.date32()))
-    return ours.join(theirs, "date").sort_by("date")

@@ -81,9 +81,3 @@ class JudgeSettings(Settings):
     @property
     def metric_horizon(self) -> int:
         return int(self.metric[1:].partition("_")[0])
-
-    @property
-    def metric_beside(self) -> str:
-        """The metric that is shown beside it: the spread, or the rank IC where the spread decides."""
-        name = "rank_ic" if self.metric.endswith("_spread") else "spread"
-        return f"h{self.metric_horizon}_{name}"

@@ -20,14 +20,15 @@ from memfit.data import Panel
 from memfit.errors import DataError, UsageError
 from memfit.pipeline import Context, Output, Stage, Stop
 from memfit.rundir import phase
-from memfit_workloads.finance._blend import Score, blend, check_related, check_scores, join_scores
+from memfit_workloads.finance._blend import Score, blend, check_related, join_scores
 from memfit_workloads.finance._days import read_days
 from memfit_workloads.finance._inference import summarize
-from memfit_workloads.finance._judge import Judged, decide_on, judge_scores, summarize_judged, write_judged
+from memfit_workloads.finance._judge import Judged, decide_on, judge_scores
 from memfit_workloads.finance._lines import decision_lines, judged_lines
 from memfit_workloads.finance._matrices import read_scores
 from memfit_workloads.finance._metrics import rank_ic
 from memfit_workloads.finance._provenance import fold_of, read_provenance
+from memfit_workloads.finance._report import write_backtest
 from memfit_workloads.finance._settings import JudgeSettings
 
 #: Gives the raw market of a panel: a table of ``date``, ``code``, ``close`` and, where there is one, ``volume``.
@@ -95,11 +96,7 @@ class Judging:
     market: MarketOf | None
 
     def blend(self, context: Context, params: Any) -> dict[str, Any]:
-        """A fold's average, its scores on the fold's test dates, and their rank IC at each horizon.
-
-        Beside it stands that of the newest checkpoint alone: an average that is worse was taken over epochs before the
-        training had settled. Nothing is chosen by that, for these are test dates.
-        """
+        """A fold's average, its scores on the fold's test dates, and their rank IC at each horizon."""
         phase("load")
         panel, _, dates = fold_of(context)
         fold, checkpoint = context["fold"], context.dir / "blended.pt"
@@ -108,13 +105,10 @@ class Judging:
         check_related({checkpoint: trained}, panel)
         dates = dates[trained.scorable(panel)[dates]]
         phase("score")
-        table = check_scores(self.score(panel, dates, checkpoint, params))
+        table = self.score(panel, dates, checkpoint, params)
         context.save("blended", checkpoint)
         context.save("scores", table)
-        found = {"sources": sources, "num_dates": len(dates), **_rank_ics(table, "")}
-        if (newest := fold.dir / "latest").exists():
-            found |= _rank_ics(self.score(panel, dates, newest, params), "newest_")
-        return found
+        return {"sources": sources, "num_dates": len(dates), **_rank_ics(table)}
 
     def health(self, context: Context, params: JudgeSettings) -> dict[str, Any]:
         """The first fold, backtested on its test dates, and what the gate says."""
@@ -127,13 +121,8 @@ class Judging:
             return {"report": [f"gate: not asked. Fold {first.unit['fold']} has no date {params.period}."]}
         found = self._judged(context, params, [first])
         verdict = found["verdict"]
-        found["report"] = [_blend_line(first, params), *found["report"]]
-        if verdict["knobs"]:
-            halved, doubled = (params.backtest.k_ratio * times for times in (0.5, 2.0))
-            found["report"].append(
-                f"try it on the first fold: memfit run --param k={halved:g},{min(doubled, 1.0):g} -- "
-                "memfit run CONFIG --until health --set params.backtest.k_ratio={k}"
-            )
+        blended = f"fold {first.unit['fold']}, the mean of {', '.join(first.result['sources'])}"
+        found["report"] = [blended, *found["report"]]
         colour = verdict["colour"]
         if colour == "red" or (colour == "yellow" and params.on_yellow == "stop"):
             reasons = [f"{one['name']}: {one['text']}" for one in verdict["reasons"] if one["colour"] == colour]
@@ -159,9 +148,9 @@ class Judging:
         context.save("days", judged.days)
         folds = [{"fold": one.unit["fold"], **one.result} for one in blends if one.unit["fold"] in tables]
         facts = {"panel": context["prepare"].panel().fingerprint, "folds": folds}
-        for path in write_judged(context.dir / "backtest.json", judged, facts=facts):
+        for path in write_backtest(context.dir / "backtest.json", judged.result, **judged.facts, **facts):
             context.save(path.name.replace(".", "_"), path)
-        found = summarize_judged(judged)
+        found = judged.to_dict()
         return found | {"num_folds": len(folds), "report": list(judged_lines(found))}
 
     def judge(self, tables: Mapping[int, pa.Table], prepared: Output, params: JudgeSettings) -> tuple[pa.Table, Judged]:
@@ -171,21 +160,12 @@ class Judging:
         return table, judge_scores(tables, table, panel, market, params, data=data)
 
 
-def _rank_ics(table: pa.Table, prefix: str) -> dict[str, float | None]:
+def _rank_ics(table: pa.Table) -> dict[str, float | None]:
     scores, found = read_scores(table), {}
     for horizon in scores.horizons:
         mean = summarize(rank_ic(scores.of(f"score_h{horizon}"), scores.of(f"target_h{horizon}"))).mean
-        found[f"{prefix}h{horizon}_rank_ic"] = None if np.isnan(mean) else mean
+        found[f"h{horizon}_rank_ic"] = None if np.isnan(mean) else mean
     return found
-
-
-def _blend_line(output: Output, params: JudgeSettings) -> str:
-    horizon, found = params.backtest.horizon, output.result
-    text = f"fold {output.unit['fold']}, the mean of {', '.join(found['sources'])}"
-    blended, newest = (found.get(f"{prefix}h{horizon}_rank_ic") for prefix in ("", "newest_"))
-    if blended is None or newest is None:
-        return text
-    return f"{text}: rank IC {blended:+.4f}, of the newest checkpoint alone {newest:+.4f}"
 
 
 def _in_period(table: pa.Table, params: JudgeSettings) -> pa.Table:
@@ -209,14 +189,12 @@ def _decide(context: Context, params: JudgeSettings) -> dict[str, Any]:
     run = context.dir.parents[1]  # runs/<experiment>/<run>/checkpoints/stage_decision
     name, baseline = f"{run.parent.name}/{run.name}", params.decision.baseline
     try:
-        decision, second = decide_on(context["backtest"].table("days"), params, name=name)
+        decision = decide_on(context["backtest"].table("days"), params, name=name)
     except (OSError, DataError, UsageError) as error:  # the rest stands
         if isinstance(error, OSError):
             why = f"{error}. The comparison was not counted: name a folder for records in XDG_STATE_HOME"
         else:  # too few dates, or a baseline of other assets
             why = f"{error.what} {error.remedy}"
         return {"no_decision": f"{why}.", "report": [f"decision: none. {why}."]}
-    found = {"a": name, "b": baseline, **decision.to_dict()}
-    if second:  # its figures, and no verdict: it is no comparison on record
-        found["beside"] = {one: value for one, value in second.to_dict().items() if one != "verdict"}
-    return found | {"report": list(decision_lines(decision, second, baseline))}
+    report = list(decision_lines(decision, baseline))
+    return {"a": name, "b": baseline, **decision.to_dict(), "report": report}

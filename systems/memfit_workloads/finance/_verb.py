@@ -19,9 +19,8 @@ from memfit.jobs import load_target
 from memfit.pipeline import RunConfig, Workload, call_alone, context_of
 from memfit_workloads._average import expand_files
 from memfit_workloads.finance._blend import score_out_of_fold
-from memfit_workloads.finance._judge import summarize_judged, write_judged
 from memfit_workloads.finance._lines import judged_lines
-from memfit_workloads.finance._report import beside
+from memfit_workloads.finance._report import beside, write_backtest
 from memfit_workloads.finance._settings import JudgeSettings
 from memfit_workloads.finance._stages import GATE_EXIT_CODES, Judging
 
@@ -70,8 +69,6 @@ def backtest(  # noqa: PLR0913 - one each for what is judged, when and where it 
             rule="what is judged are the scores of trained models.",
             remedy="name one: memfit backtest --config ranker.yaml --checkpoint runs/.../blend_1/blended.pt",
         )
-    if output is not None:
-        _check_output(output)
     dates = [
         (flag, f"params.{name}={text}")
         for flag, name, text in (("--start-date", "start_date", start_date), ("--end-date", "end_date", end_date))
@@ -90,16 +87,6 @@ def backtest(  # noqa: PLR0913 - one each for what is judged, when and where it 
             typer.echo(line)
     if gate:
         raise typer.Exit(GATE_EXIT_CODES.get(found["verdict"]["colour"], 0))
-
-
-def _check_output(output: Path) -> None:
-    if output.suffix != ".json":
-        raise UsageError(
-            f"--output {output} is no JSON file.",
-            rule="the result is a JSON file; scores and days are named after it.",
-            remedy=f"write --output {output.with_suffix('.json')}",
-        )
-    output.parent.mkdir(parents=True, exist_ok=True)
 
 
 def judge_checkpoints(target: str, resolved: str, checkpoints: Sequence[str], output: str | None) -> dict[str, Any]:
@@ -132,10 +119,11 @@ def judge_checkpoints(target: str, resolved: str, checkpoints: Sequence[str], ou
         table, judged = judging.judge(tables, prepared, params)
     files = []
     if output is not None:
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
         for name, content in (("scores.feather", table), ("days.feather", judged.days)):
             files.append(beside(Path(output), name))
             with replacing(files[-1]) as aside:
                 feather.write_feather(content, str(aside), compression="zstd")
         facts = {"target": target, "panel": panel.fingerprint, "folds": folds}
-        files += write_judged(Path(output), judged, facts=facts)
-    return {**summarize_judged(judged), "folds": folds, "files": [one.name for one in files]}
+        files += write_backtest(Path(output), judged.result, **judged.facts, **facts)
+    return {**judged.to_dict(), "folds": folds, "files": [one.name for one in files]}

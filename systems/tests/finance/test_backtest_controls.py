@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -47,8 +49,8 @@ def test_the_benchmark_of_a_shuffle_is_that_of_a_backtest_of_it(market: Backtest
 @pytest.mark.proves("S0-31")
 @pytest.mark.parametrize("horizon", [1, 5])
 def test_scores_that_know_the_next_date_are_red_by_plausibility(market: BacktestInput, horizon: int) -> None:
-    oracle = market.run(BacktestSettings(horizon=horizon), scores=market.returns_1)
-    verdict = judge(oracle, (), controls=None)
+    chosen, oracle = BacktestSettings(horizon=horizon), replace(market, scores=market.returns_1)
+    verdict = judge(oracle.run(chosen), (), controls=run_controls(oracle, chosen, num_shuffles=2))
     assert verdict.colour == "red"
     assert verdict.reasons[0].name in {"annual_return", "sharpe"}
 

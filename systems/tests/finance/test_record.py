@@ -84,7 +84,7 @@ def test_comparisons_at_the_same_time_are_all_counted(tmp_path: Path) -> None:
 
 def test_nothing_is_recorded_of_a_comparison_that_was_refused(tmp_path: Path) -> None:
     path = tmp_path / "comparisons.jsonl"
-    with pytest.raises(DataError, match="can be paired"):
+    with pytest.raises(DataError, match="dates are there"):
         compare(path, days(0).slice(0, 20), days(1))
     assert path.read_text() == ""
     assert math.isfinite(compare(path, days(0), days(1)).test.p_value)

@@ -1,12 +1,10 @@
 """The files of a backtest: they read back."""
 
-import csv
 import datetime
 import json
 import math
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from memfit.errors import DataError
@@ -37,18 +35,14 @@ def result(market):
     return market.run(BacktestSettings(horizon=4))
 
 
-def day_table(dates=DATES[10:]):
-    """An evaluation's days; there are fewer of them than of the backtest."""
-    ic = np.linspace(-0.2, 0.3, len(dates))
-    ic[5] = math.nan
-    return pa.table({"fold": np.full(len(dates), 2), "date": dates, "h4_rank_ic": ic, "num_assets": [12] * len(dates)})
-
-
 def test_everything_reads_back_with_null_for_what_is_undefined(tmp_path, market, result):
     controls = run_controls(market, result.settings, num_shuffles=2)
     verdict = judge(result, (FINDING,), controls=controls)
     facts = {"folds": (1, 2), "gains": [math.inf, 1.5], "end": datetime.date(2024, 3, 1), "to": tmp_path}
-    write_backtest(tmp_path / "new", result, verdict=verdict, findings=[FINDING], controls=controls, facts=facts)
+    (tmp_path / "new").mkdir()
+    write_backtest(
+        tmp_path / "new" / "backtest.json", result, verdict=verdict, findings=[FINDING], controls=controls, facts=facts
+    )
     found = read_backtest(tmp_path / "new")
     assert found == read_backtest(tmp_path / "new" / "backtest.json")
     assert found["summary"] == vars(result.summary)
@@ -58,7 +52,7 @@ def test_everything_reads_back_with_null_for_what_is_undefined(tmp_path, market,
     assert found["controls"]["loss_t"] == controls.loss_t
     assert found["facts"] == {"folds": [1, 2], "gains": [None, 1.5], "end": "2024-03-01", "to": str(tmp_path)}
     nothing = BacktestInput(market.dates, market.codes, market.scores, np.full((80, 12), math.nan))
-    write_backtest(tmp_path, nothing.run(BacktestSettings()))
+    write_backtest(tmp_path / "backtest.json", nothing.run(BacktestSettings()))
     assert read_backtest(tmp_path)["summary"]["sharpe"] is None
     assert "NaN" not in (tmp_path / "backtest.json").read_text()
 
@@ -68,17 +62,7 @@ def test_everything_reads_back_with_null_for_what_is_undefined(tmp_path, market,
 def test_another_kind_or_version_and_an_absent_file_are_refused(tmp_path, result, change):
     with pytest.raises(DataError, match="is not there"):
         read_backtest(tmp_path)
-    *_, file = write_backtest(tmp_path, result)
+    *_, file = write_backtest(tmp_path / "backtest.json", result)
     file.write_text(json.dumps(read_backtest(tmp_path) | change))
     with pytest.raises(DataError, match="not a backtest of this version"):
         read_backtest(file)
-
-
-def test_days_have_the_rank_ic_beside_the_returns_by_date(tmp_path, result):
-    write_backtest(tmp_path, result, days=day_table().take(np.random.default_rng(0).permutation(70)))
-    with open(tmp_path / "days.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["date"] for row in rows] == [str(date) for date in DATES]
-    assert [float(row["net"]) for row in rows] == result.days["net"].to_pylist()
-    assert rows[9]["h4_rank_ic"] == rows[9]["fold"] == ""
-    assert (float(rows[10]["h4_rank_ic"]), float(rows[79]["h4_rank_ic"])) == (-0.2, 0.3)

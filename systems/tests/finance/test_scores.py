@@ -7,13 +7,12 @@ import math
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pytest
 
 from memfit.errors import DataError
-from memfit_workloads.finance import read_scores
+from memfit_workloads.finance import join_scores, read_scores
 
-DAY = datetime.date(2024, 1, 2)
+EARLIER, DAY, LATER = (datetime.date(2024, 1, day) for day in (1, 2, 3))
 
 
 def table(**columns) -> pa.Table:
@@ -48,20 +47,6 @@ def test_a_shuffled_table_comes_back_value_by_value() -> None:
         assert math.isnan(scores.of("target_h1")[row, column]) == (value > 0)
 
 
-@pytest.mark.parametrize(
-    "kind", [pa.date32(), pa.timestamp("ns"), pa.string(), pa.date64(), pa.timestamp("s", "Asia/Shanghai")]
-)
-def test_dates_may_be_of_any_usual_type(kind: pa.DataType) -> None:
-    column = pa.array([DAY] * 2, pa.date32())
-    has_zone = pa.types.is_timestamp(kind) and kind.tz is not None
-    column = pc.assume_timezone(column.cast(pa.timestamp("s")), kind.tz) if has_zone else column.cast(kind)
-    assert read_scores(table(date=column)).dates.tolist() == [DAY]
-
-
-def test_codes_may_be_a_dictionary() -> None:
-    assert read_scores(table(code=pa.array(["B", "A"]).dictionary_encode())).codes == ("A", "B")
-
-
 def test_a_date_and_code_that_come_twice_are_named() -> None:
     with pytest.raises(DataError, match=r"1 pairs of date and code come more than once, first 2024-01-02 A"):
         read_scores(table(code=["A", "A"]))
@@ -88,3 +73,14 @@ def test_a_table_without_scores_and_a_horizon_that_is_absent_are_refused() -> No
         read_scores(pa.table({"date": [DAY], "code": ["A"], "score": [1.0]}))
     with pytest.raises(DataError, match="no score_h1, but score_h5, target_h5"):
         read_scores(table()).of("score_h1")
+
+
+def test_a_date_that_several_folds_scored_has_the_last_fold_s_scores() -> None:
+    first, second = (table(date=[DAY, day], score_h5=[score] * 2) for day, score in ((DAY, 1.0), (LATER, 2.0)))
+    joined = join_scores({2: second, 1: first})
+    assert joined.select(["date", "code", "fold", "score_h5"]).to_pylist() == [
+        {"date": DAY, "code": "B", "fold": 2, "score_h5": 2.0},
+        {"date": LATER, "code": "A", "fold": 2, "score_h5": 2.0},
+    ]
+    early = first.set_column(0, "date", [[EARLIER] * 2])
+    assert join_scores({1: early, 2: second})["fold"].to_pylist() == [1, 1, 2, 2]

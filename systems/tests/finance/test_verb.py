@@ -110,16 +110,6 @@ def test_both_ends_of_a_period_are_judged(backtest, tmp_path):
     assert json.loads(dated.out)["folds"][0]["num_dates"] == 26
 
 
-def test_a_damaged_checkpoint_is_refused_with_what_a_backtest_can_do(backtest, trained, tmp_path):
-    content = bytearray((trained / "fold1.pt").read_bytes())
-    content[len(content) // 2] ^= 1
-    (tmp_path / "damaged.pt").write_bytes(content)
-    done = backtest(checkpoint=tmp_path / "damaged.pt")
-    assert done.exit_code == 2
-    assert "damaged.pt" in done.err and "is damaged" in done.err
-    assert "name another checkpoint of this fold" in done.err and "checkpoint_dir" not in done.err
-
-
 @pytest.mark.parametrize(
     ("words", "what"),
     [
@@ -130,17 +120,9 @@ def test_a_damaged_checkpoint_is_refused_with_what_a_backtest_can_do(backtest, t
             "--end-date must not be before start_date, 2020-05-01",
         ),
         (("--checkpoint", "config.yaml", "--start-date", "soon"), "--start-date must be a valid date"),
-        (("--checkpoint", "config.yaml", "--output", "out/dir"), "is no JSON file"),
     ],
 )
 def test_what_cannot_be_judged_is_refused_with_status_2(memfit, config, words, what):
     done = memfit("backtest", "--config", config, *words)
     assert done.exit_code == 2
     assert what in done.err and "do:" in done.err
-
-
-def test_a_typo_names_the_nearest_setting(backtest, config):
-    config.write_text(CONFIG.replace("k_min", "k_mim"))
-    done = backtest()
-    assert done.exit_code == 2
-    assert "params.backtest.k_mim" in done.err and "k_min" in done.err

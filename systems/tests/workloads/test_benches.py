@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from scipy import stats
 
@@ -15,7 +14,6 @@ from stages_here import digest_of
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 from memfit_workloads.benches import contents, differing
-from memfit_workloads.finance import bench as finance
 from memfit_workloads.forecaster import bench as forecaster
 
 
@@ -47,15 +45,3 @@ def test_the_line_of_an_effect_has_the_interval_of_a_paired_t_test():
     values = [[found["icir"] for found in of.values()] for of in (one, other)]
     interval = stats.ttest_rel(*values).confidence_interval(0.95)
     assert f"({interval.low:+.4f} to {interval.high:+.4f})" in line and line.endswith("no difference shown")
-
-
-@pytest.mark.long
-def test_decisions_on_overlapping_labels_are_as_promised_and_others_reject_far_too_often():
-    found = finance.rates(240, 5, "normal", num_series=100, seed=1, num_resamples=100)
-    # 100 series know a share of 5 % to about ± 2.2 points.
-    assert 0.01 <= found["size"] <= 0.10 and found["decided"] <= found["size"]
-    assert 0.90 <= found["coverage"] <= 0.99 and found["basic"] < found["coverage"]
-    assert found["root_n"] > 0.8 and found["no_lags"] > 0.25 and found["bartlett"] > found["size"]
-    error = finance.true_standard_error(240, 5)
-    share = finance.found_share(240, 5, finance.minimal_detectable_effect(error, 240), num_series=300, seed=1)
-    assert share == pytest.approx(0.8, abs=0.07)

@@ -20,7 +20,7 @@ PARAMS = {
     "train": {"num_epochs": 3, "dates_per_batch": 2, "learning_rate": 3.0e-3, "ema_epochs": [2, 3], "tau_days": 60.0,
               "device": "cpu"},
     "backtest": {"horizon": 2},
-    "gate": {"min_dates": 5, "max_annual_return": 100, "max_sharpe": 100, "max_hit_rate": 1.0, "max_rank_ic": 1.0},
+    "gate": {"min_dates": 5, "max_annual_return": 100, "max_sharpe": 100},
 }  # fmt: skip
 
 
