@@ -221,11 +221,16 @@ class SizesTold:
 def compile_blocks(model: torch.nn.Module) -> Any:
     """Let the compiler make the layers of encoder and decoder, for all lengths; return the loss that runs them so.
 
-    What it cannot compile runs as it is, with a warning of torch. Validation runs without it: that would need graphs
-    of its own.
+    What it cannot compile runs as it is, with a warning. Validation runs without it: that would need graphs of its own.
     """
     import torch._dynamo
 
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=find_device("auto")))
+    except (RuntimeError, OSError) as error:
+        told = str(getattr(error, "inner_exception", error)).strip().partition("\n")[0]
+        warnings.warn(f"torch.compile fails, so nothing is compiled: {told}", stacklevel=2)
+        return loss
     torch._dynamo.config.suppress_errors = True
     for blocks in (one for one in model.modules() if isinstance(one, torch.nn.ModuleList)):
         if any(hasattr(block, "layer") for block in blocks):  # not the parts of a block
