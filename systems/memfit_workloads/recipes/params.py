@@ -32,7 +32,6 @@ class DataParams(config.Settings):
 
     source: Literal["generated", "files"] = "generated"
     num_pairs: int = Field(4000, ge=20, description="generated: recipes to make")
-    data_seed: int = Field(0, ge=0, description="generated: seed of the recipes")
     path: Path | None = Field(None, description="files: a JSON Lines file")
     source_field: str = Field("ingredients", description="the field of a row that is read")
     target_field: str = Field("recipe", description="the field of a row that is to be written")
@@ -53,7 +52,7 @@ class TinyParams(config.Settings):
 
     d_model: int = Field(96, ge=8, multiple_of=8)
     num_layers: int = Field(2, ge=1)
-    num_heads: int = Field(4, ge=1)
+    num_heads: int = Field(4, ge=1, le=8)
     vocab_size: int = Field(800, ge=64, description="pieces of the tokenizer that is trained on the data")
 
 
@@ -77,9 +76,10 @@ class RecipesParams(config.Settings):
     model_output: Path | None = Field(None, description="where the trained model is also saved")
     tiny: TinyParams = TinyParams()
     epochs: int = Field(6, ge=1)
-    batch_size: int | None = Field(None, ge=1, description="pairs at once; beats auto_batch_size")
-    gradient_accumulation_steps: int | None = Field(None, ge=1, description="microbatches of an update")
-    global_batch_size: int | None = Field(None, ge=1, description="pairs of an update, the product of both; 128")
+    batch_size: int | None = Field(None, ge=1, description="pairs at once; one size alone makes 128 an update")
+    gradient_accumulation_steps: int | None = Field(
+        None, ge=1, description="microbatches of an update; the product of both is 128"
+    )
     auto_batch_size: bool = Field(False, description="the most pairs at once that fit, by an estimate")
     max_tokens: int | None = Field(None, ge=16, description="tokens of a microbatch at most, padding included")
     max_source_length: int = Field(64, ge=4)
@@ -91,33 +91,27 @@ class RecipesParams(config.Settings):
     optimizer: Literal["adamw", "adafactor"] = Field("adamw", description="adafactor: hardly any state")
     gradient_checkpointing: bool = False
     compile: bool = Field(False, description="the blocks run through torch.compile while training")
-    device: str = Field(
-        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: the granted GPU, the CPU where there is none"
-    )
     num_samples: int = Field(2, ge=0, description="written texts to look at")
     num_rouge: int = Field(200, ge=0, description="validation pairs whose written texts are scored by ROUGE")
     baseline: bool = Field(False, description="judge the model before the training too")
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> RecipesParams:
-        batch, steps, total = self.batch_size, self.gradient_accumulation_steps, self.global_batch_size
+        batch, steps = self.batch_size, self.gradient_accumulation_steps
         if self.auto_batch_size and batch is None and steps is not None:
             raise ValueError(
                 "gradient_accumulation_steps follows from auto_batch_size; name batch_size too, or neither"
             )
-        if batch and steps and total and batch * steps != total:
-            raise ValueError(f"batch_size x gradient_accumulation_steps is {batch * steps}, not {total}")
         for name, one in (("batch_size", batch), ("gradient_accumulation_steps", steps)):
-            if one and not (batch and steps) and (total or _DEFAULT_GLOBAL) % one:
-                raise ValueError(f"{name} {one} does not divide the global batch of {total or _DEFAULT_GLOBAL}")
+            if one and not (batch and steps) and _DEFAULT_GLOBAL % one:
+                raise ValueError(f"{name} {one} does not divide the global batch of {_DEFAULT_GLOBAL}")
         return self
 
     def sizes(self, microbatch: int) -> tuple[int, int]:
         """Return pairs at once and microbatches of an update; ``microbatch`` where neither was named."""
         batch, steps = self.batch_size, self.gradient_accumulation_steps
-        total = self.global_batch_size or (batch * steps if batch and steps else _DEFAULT_GLOBAL)
-        batch = batch or (total // steps if steps else microbatch)
-        return batch, total // batch
+        batch = batch or (_DEFAULT_GLOBAL // steps if steps else microbatch)
+        return batch, steps or _DEFAULT_GLOBAL // batch
 
     @property
     def total(self) -> int:
@@ -145,12 +139,17 @@ def find_file(model: str, name: str) -> Path:
     """Return a file of a pretrained model: in its folder; of a name on the hub from the cache, else by the network."""
     if Path(model).is_dir():
         return Path(model, name)
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
     try:
+        if model.count("/") > 1 or model.startswith((".", "/")) or ("/" in model and Path(model).parent.is_dir()):
+            raise FileNotFoundError("there is no such folder")
         cached = try_to_load_from_cache(model, name)
-        return Path(cached if isinstance(cached, str) else hf_hub_download(model, name))
-    except (OSError, ValueError) as error:
+        if isinstance(cached, str):
+            return Path(cached)
+        get_hf_file_metadata(hf_hub_url(model, name), timeout=3)  # asks once; hf_hub_download asks for half a minute
+        return Path(hf_hub_download(model, name))
+    except Exception as error:  # those of a connection are no OSError
         raise unreadable(model, error) from None
 
 

@@ -23,18 +23,17 @@ def evaluate(context: Context, params: RecipesParams) -> dict[str, Any]:
 
 _MODEL = ("pretrained_model", "tiny", "max_source_length", "max_target_length")
 _TRAIN = (
-    "model_output", "epochs", "batch_size", "gradient_accumulation_steps", "global_batch_size", "auto_batch_size",
+    "model_output", "epochs", "batch_size", "gradient_accumulation_steps", "auto_batch_size",
     "max_tokens", "optimizer", "learning_rate", "warmup_steps", "max_grad_norm", "precision",
-    "gradient_checkpointing", "compile", "device", "lora",
+    "gradient_checkpointing", "compile", "lora",
 )  # fmt: skip
 
 RECIPES = Workload(
     params=RecipesParams,
     check=text.check,
-    fingerprint=lambda params: dict.fromkeys(("index", "tokenize", "train"), text.fingerprint(params)),
+    fingerprint=lambda params: dict.fromkeys(("tokenize", "train"), text.fingerprint(params)),
     stages=(
-        Stage("index", text.index, reads=("data", "@seed")),
-        Stage("tokenize", text.tokenize, needs=("index",), reads=("data", *_MODEL)),
+        Stage("tokenize", text.tokenize, reads=("data", *_MODEL, "@seed"), phases=("load", "build")),
         Stage(
             "train",
             train,
@@ -47,7 +46,7 @@ RECIPES = Workload(
             "evaluate",
             evaluate,
             needs=("tokenize", "train"),
-            reads=(*_MODEL, "num_samples", "num_rouge", "baseline", "max_tokens", "precision", "device", "@seed"),
+            reads=(*_MODEL, "num_samples", "num_rouge", "baseline", "max_tokens", "precision", "@seed"),
         ),
     ),
 )

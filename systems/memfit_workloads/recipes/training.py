@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.data import PackedDataset, Padding, SequenceLoader
 from memfit.errors import DoesNotFitError
@@ -23,7 +22,6 @@ from memfit.pipeline import Context
 from memfit.rundir import phase, record
 from memfit.training import StepOutcome, Trainer, autocast, find_device, seed_everything
 from memfit.units import format_bytes
-from memfit_workloads.recipes.compiling import CompiledBlocks
 from memfit_workloads.recipes.params import RecipesParams, find_file, model_config, setup_of, unreadable
 from memfit_workloads.recipes.text import load_tokenizer
 
@@ -87,16 +85,11 @@ def logits_of(model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch
     return logits.float() if logits.dtype.itemsize < 4 else logits, found["labels"]
 
 
-def free_bytes(device: torch.device) -> int:
-    """Return what is free for tensors: on the GPU, or on the host beside the process itself."""
-    on_host = device.type != "cuda"
-    return Budget.read().headroom_bytes - BASE_BYTES if on_host else torch.cuda.mem_get_info(device)[0]
-
-
 def plan(params: RecipesParams, model: Any) -> dict[str, Any]:
     """Return how many pairs are taken at once, with the forecast of the step's memory."""
-    device = find_device(params.device)
-    free, config, tried = free_bytes(device), json.loads(model.config.to_json_string()), []
+    device = find_device("auto")
+    on_gpu, config, tried = device.type == "cuda", json.loads(model.config.to_json_string()), []
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else Budget.read().headroom_bytes - BASE_BYTES
 
     def bound(batch: int) -> int:
         found = estimate_formula(config, setup_of(params, batch)).device["allocated_bytes"].upper
@@ -123,8 +116,7 @@ def loaders(context: Context, params: RecipesParams, batch: int) -> dict[str, Se
     found = {}
     for part in ("train", "valid"):
         ids = PackedDataset.open(output.path(part))
-        table = output.table(f"{part}_lengths")
-        lengths = np.maximum(table["source"].to_numpy(), table["target"].to_numpy())
+        lengths = output.arrays(f"{part}_lengths")["longest"]
         found[part] = SequenceLoader(
             ids, Padding(pad_id=0), batch=batch, max_tokens=params.max_tokens, lengths=lengths,
             shuffle=context.seed if part == "train" else None, num_workers=1,
@@ -145,6 +137,9 @@ def make_optimizer(params: RecipesParams, model: torch.nn.Module) -> torch.optim
 def train(context: Context, params: RecipesParams) -> dict[str, Any]:
     """Fine-tune the model; save it as ``model``."""
     phase("load")
+    folders = [context.dir / "model", *filter(None, [params.model_output])]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)  # one that cannot be written to ends this before the training
     seed_everything(context.seed)
     model: Any = make_model(params, context["tokenize"].result["vocab_size"])
     # Chosen once: an attempt that goes on has other free memory, and must have the same batches.
@@ -154,25 +149,26 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
     batches = loaders(context, params, chosen["batch_size"])
     optimizer = make_optimizer(params, model)
     warmup = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (params.warmup_steps + 1)))
-    device = find_device(params.device)
-    able = capabilities(model.to(device), params)
-    record("capabilities", **able, text=f"attention: {able['attention']}, computed by {able['attention_kernel']}")
-    compiled = CompiledBlocks(model, device) if params.compile else None
+    able = {"attention": model.config._attn_implementation, "flash_attention": bool(model._supports_flash_attn)}
+    record(
+        "capabilities", **able, text="attention: {attention}; has flash attention: {flash_attention}".format_map(able)
+    )
+    graphs = [num_graphs()] if params.compile else []
     sizes = SizesTold(chosen["batch_size"], params.total)
 
     trainer = Trainer(
         model,
-        loss=loss if compiled is None else compiled.loss(loss),
+        loss=compile_blocks(model) if params.compile else loss,
         optimizer=optimizer,
         schedule=warmup,
-        device=params.device,
+        device="auto",
         precision=_autocast(params),
         seed=context.seed,
         global_batch_size=params.total if params.max_tokens is None else None,
         checkpoint_dir=context.dir,
         max_grad_norm=params.max_grad_norm,
         on_step=sizes,
-        on_epoch=compiled,
+        on_epoch=(lambda epoch: graphs.append(num_graphs())) if params.compile else None,
     )
     moves, how = share_that_moves(setup_of(params, 1), model.parameters())
     if moves < LEAST_SHARE:
@@ -182,11 +178,17 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
     if params.lora.rank:
         model = model.merge_and_unload()  # adapters become part of the weights
     model.config.use_cache = True
-    folders = [context.dir / "model", *filter(None, [params.model_output])]
     for folder in folders:
         model.save_pretrained(folder)
         shutil.copy(context["tokenize"].path("tokenizer"), folder / "tokenizer.json")
     context.save("model", folders[0])
+    compiled = {"warm_up": graphs[1] - graphs[0], "later": graphs[-1] - graphs[1]} if params.compile else None
+    if compiled:
+        record(
+            "compiled",
+            **compiled,
+            text="compiled {warm_up} graphs in the first epoch, {later} later".format_map(compiled),
+        )
     last = result.history[-1]
     assert last.metrics is not None
     return {
@@ -198,7 +200,7 @@ def train(context: Context, params: RecipesParams) -> dict[str, Any]:
         "num_trained": sum(one.numel() for group in optimizer.param_groups for one in group["params"]),
         "share_that_moves": moves,
         "capabilities": able,
-        "compile": compiled.summary() if compiled else None,
+        "compile": compiled,
     }
 
 
@@ -216,41 +218,37 @@ class SizesTold:
             record("batch_changed", size=self.smallest, previous_size=before, text=text)
 
 
-def capabilities(model: Any, params: RecipesParams) -> dict[str, str]:
-    """Return what the model computes with: attention by name and by kernel, its precision, the versions.
+def compile_blocks(model: torch.nn.Module) -> Any:
+    """Let the compiler make the layers of encoder and decoder, for all lengths; return the loss that runs them so.
 
-    The kernel is seen, not assumed: SDPA takes its plain one, which keeps the scores, where it has no fused one for
-    the position bias or dropout.
+    What it cannot compile runs as it is, with a warning. Validation runs without it: that would need graphs of its own.
     """
-    import transformers
+    import torch._dynamo
 
-    attention = str(getattr(model.config, "_attn_implementation", "eager"))
-    ids = torch.ones((2, 4), dtype=torch.long)
-    with _AttentionKernels() as kernels, torch.enable_grad(), autocast(model, _autocast(params)):
-        logits_of(model.train(), {"input_ids": ids, "attention_mask": ids, "labels": ids})
-    plain = "eager" if attention == "eager" else "math"
-    return {
-        "attention": attention,
-        "attention_kernel": ", ".join(sorted(kernels.seen)) or plain,
-        "dtype": str(next(model.parameters()).dtype),
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "compiled": "blocks" if params.compile else "no",
-    }
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=find_device("auto")))
+    except (RuntimeError, OSError) as error:
+        told = str(getattr(error, "inner_exception", error)).strip().partition("\n")[0]
+        warnings.warn(f"torch.compile fails, so nothing is compiled: {told}", stacklevel=2)
+        return loss
+    torch._dynamo.config.suppress_errors = True
+    for blocks in (one for one in model.modules() if isinstance(one, torch.nn.ModuleList)):
+        if any(hasattr(block, "layer") for block in blocks):  # not the parts of a block
+            for block in blocks:
+                block.compile(dynamic=True)
+
+    def chosen(model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
+        with torch.compiler.set_stance("default" if model.training else "force_eager"):
+            return loss(model, batch)
+
+    return chosen
 
 
-class _AttentionKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the names of fused attention kernels that run inside it."""
+def num_graphs() -> int:
+    """Return how many graphs this process has compiled; ``torch.compiler`` has no count of its own."""
+    from torch._dynamo import utils
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if "scaled_dot_product" in name:
-            self.seen.add(name.strip("_"))
-        return func(*args, **(kwargs or {}))
+    return int(utils.counters["stats"]["unique_graphs"])
 
 
 def _autocast(params: RecipesParams) -> Literal["bf16-mixed"] | None:
@@ -262,7 +260,7 @@ def evaluate(context: Context, params: RecipesParams) -> dict[str, Any]:
     phase("validate")
     import transformers
 
-    device, vocab_size = find_device(params.device), context["tokenize"].result["vocab_size"]
+    device, vocab_size = find_device("auto"), context["tokenize"].result["vocab_size"]
     seed_everything(context.seed)
     before = judge(context, params, load_model(params, vocab_size).to(device))[0] if params.baseline else None
     trained: Any = transformers.AutoModelForSeq2SeqLM.from_pretrained(context["train"].path("model"))
@@ -304,13 +302,10 @@ def judge(context: Context, params: RecipesParams, model: Any) -> tuple[dict[str
 
 
 def generate(context: Context, params: RecipesParams, model: Any) -> list[dict[str, str]]:
-    """Return what the model writes for the first validation pairs, as many at once as fit half of what is free."""
+    """Return what the model writes for the first validation pairs, as many at once as the training took."""
     tokenizer = load_tokenizer(context["train"].path("model"))
     ids = PackedDataset.open(context["tokenize"].path("valid"))[: max(params.num_samples, params.num_rouge)]
-    each = bytes_of_text(params, model)
-    at_once = max(1, min(len(ids), free_bytes(model.device) // 2 // each))
-    text = f"writes {len(ids)} texts, {at_once} at once: {format_bytes(each)} each by an estimate"
-    record("generation_plan", num_texts=len(ids), size=at_once, bytes_each=each, text=text)
+    at_once = context["train"].result["microbatch_size"]  # fits: it takes less than a step of the training
     found: list[dict[str, str]] = []
     for at in range(0, len(ids), at_once):
         pairs = list(ids[at : at + at_once])
@@ -323,13 +318,3 @@ def generate(context: Context, params: RecipesParams, model: Any) -> list[dict[s
             decoded = (tokenizer.decode(one, skip_special_tokens=True) for one in texts)
             found.append(dict(zip(names, decoded, strict=True)))
     return found
-
-
-def bytes_of_text(params: RecipesParams, model: Any) -> int:
-    """Return what a text takes at most while it is written: the keys and values of both attentions, those of a layer
-    again as they grow, the encoder's activations and scores, and the logits of a token."""
-    shape, source, target = model.config, params.max_source_length, params.max_target_length
-    pairs = 2 * shape.num_heads * shape.d_kv
-    numbers = pairs * (shape.num_decoder_layers * (source + target) + target)
-    numbers += source * (4 * shape.d_model + 3 * shape.d_ff + 3 * shape.num_heads * source)
-    return int(numbers * model.dtype.itemsize + 3 * 4 * shape.vocab_size)

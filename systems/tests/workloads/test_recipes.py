@@ -1,13 +1,11 @@
 """The recipe fine-tune: what is left out and told, the batch as an equation, out of memory, and kills."""
 
+import importlib
 import io
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -23,15 +21,15 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 import kills  # noqa: E402
-from memfit import jobs, run  # noqa: E402
+from memfit import jobs  # noqa: E402
 from memfit.data import PackedDataset, Padding, SequenceLoader  # noqa: E402
 from memfit.errors import ConfigError, DataError, DoesNotFitError  # noqa: E402
 from memfit.estimation import estimate_formula, list_options, share_that_moves  # noqa: E402
-from memfit.pipeline import Choice, Output, _plan_run, estimate_workload, plan_run  # noqa: E402
+from memfit.pipeline import Output, _plan_run, estimate_workload, plan_run  # noqa: E402
 from memfit.reports import to_text, view_run_plan  # noqa: E402
-from memfit.training import EpochRecord, SafeStep, load_checkpoint, seed_everything  # noqa: E402
+from memfit.training import SafeStep, seed_everything  # noqa: E402
 from memfit.units import format_bytes  # noqa: E402
-from memfit_workloads.recipes import compiling, text, training  # noqa: E402
+from memfit_workloads.recipes import text, training  # noqa: E402
 from memfit_workloads.recipes.params import SETTINGS, RecipesParams, plan_of  # noqa: E402
 from memfit_workloads.recipes.stages import RECIPES  # noqa: E402
 from stages_here import StagesHere  # noqa: E402
@@ -67,81 +65,58 @@ def tiny(**changes):
     return training.make_model(RecipesParams(**SMALL | changes), 64)
 
 
-@pytest.mark.proves("S4-17")
-@pytest.mark.long
-def test_killed_in_an_epoch_it_leaves_what_its_stages_leave_here(tmp_path, one_thread):
-    here = StagesHere(tmp_path / "here", RECIPES, RecipesParams(**SMALL), seed=1)
-    for name in ("index", "tokenize", "train", "evaluate"):
-        here.run(name)
-    config(tmp_path)
-    killed = kills.run(tmp_path, kill_at=[kills.epoch("train", 1)])
-    left, found = (kills.numbers_in(one) for one in (here.run_dir, killed.path))
-    assert "stage_train/latest" in left and found == left
-    result = left["stage_train"]
-    assert result["equation"] == "4 samples x 2 microbatches x 1 device = 8 samples an update"
-    assert result["capabilities"]["attention"] == "sdpa"
-    samples = Output(here.manifest("evaluate")).json("samples")
-    assert len(samples) == 1 and samples[0]["source"] and samples[0]["wanted"]
+OWN = {"source": "files", "source_field": "q", "target_field": "a"}
+
+
+def tokenized(folder, **params):
+    here = StagesHere(folder, RECIPES, RecipesParams(**SMALL | params))
+    here.run("tokenize")
+    return here
 
 
 @pytest.mark.proves("S4-55")
-@pytest.mark.long
-def test_rows_that_cannot_be_used_are_counted_and_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    good = [json.dumps({"q": f"what is {n}", "a": f"it is the number {n}"}) for n in range(40)]
-    bad = ["{", json.dumps({"q": "no answer"}), json.dumps({"q": "?", "a": "short"}),
-           json.dumps({"q": "?", "a": "no no no no"})]  # fmt: skip
-    (tmp_path / "pairs.jsonl").write_text("\n".join([*good[:20], *bad, *good[20:], '{"q": "cut o']))
-    own = {"source": "files", "path": "pairs.jsonl", "source_field": "q", "target_field": "a"}
-    for min_words, expected in ((3, 40), (0, 41)):
-        result = run(config(tmp_path, data=own | {"min_words": min_words}), choice=Choice(until="index"))
-        output = Output(result.path / "checkpoints/stage_index.json")
-        assert output.result["num_train"] + output.result["num_valid"] == expected
-        assert output.result["torn_bytes"] == len('{"q": "cut o')
-    assert output.result["left_out"] == {"no JSON": 1, "no such fields": 1, "repeats itself": 1}
-    assert [one["row"] for one in output.json("left_out")] == [20, 21, 23]
-    with pytest.raises(ConfigError, match="not there"):
-        run(config(tmp_path, data=own | {"path": "none.jsonl"}))
-    with pytest.raises(DataError, match=r"44 of 44 rows of .*pairs\.jsonl are left out: 43 no such fields, 1 no JSON"):
-        run(config(tmp_path, data=own | {"target_field": "answer"}))
-
-
-def test_the_packed_ids_are_those_of_the_file_and_a_file_that_changes_between_the_stages_is_refused(tmp_path):
-    pairs = [{"q": f"what is {n}", "a": f"it is the number {n}"} for n in range(300)]
+def test_rows_that_cannot_be_used_are_counted_and_named_and_the_others_are_packed_once(tmp_path):
+    pairs = {f"what is {n}": f"it is the number {n}" for n in range(300)}
+    good = [json.dumps({"q": q, "a": a}) for q, a in pairs.items()]
+    bad = ["{", json.dumps({"q": "no answer"}), json.dumps({"q": "?", "a": "short"}), '{"q": "?", "a": "no no no no"}']
     path = tmp_path / "pairs.jsonl"
-    path.write_text("\n\n".join(map(json.dumps, pairs)))  # with empty lines, and a whole last one without an end
-    own = {"source": "files", "path": str(path), "source_field": "q", "target_field": "a"}
-    made = run(config(tmp_path, data=own), choice=Choice(until="tokenize")).path / "checkpoints"
-    outputs = {name: Output(made / f"stage_{name}.json") for name in ("index", "tokenize")}
-    tokenizer, left = text.load_tokenizer(outputs["tokenize"].dir), {pair["q"]: pair["a"] for pair in pairs}
-    tokenizer.enable_truncation(64)
-    for part in ("train", "valid"):
-        ids = PackedDataset.open(outputs["tokenize"].path(part))
-        rows = outputs["index"].arrays("rows")[part]
-        for number, one in zip(rows, ids, strict=True):
-            pair = pairs[number]
-            assert left.pop(pair["q"]) == pair["a"]
-            assert one["input_ids"].tolist() == tokenizer.encode(pair["q"]).ids
-            assert one["labels"].tolist() == tokenizer.encode(pair["a"]).ids
-    assert not left
-    params = RecipesParams(**SMALL | {"data": own})
-    assert len(list(text.pairs_of(outputs, params, "valid"))) == 30
-    path.write_text(path.read_text().replace("number 7", "number 8"))
-    with pytest.raises(DataError, match="has changed since its rows were judged"):
-        list(text.pairs_of(outputs, params, "valid"))
+    path.write_text("\n\n".join([*good[:20], *bad, *good[20:], '{"q": "cut o']))
+    for min_words, expected in ((3, 300), (0, 301)):
+        here = tokenized(tmp_path / str(min_words), data=OWN | {"path": path, "min_words": min_words})
+        output = Output(here.manifest("tokenize"))
+        assert output.result["num_train"] + output.result["num_valid"] == expected
+        if min_words:
+            tokenizer = text.load_tokenizer(output.dir)
+            parts = [PackedDataset.open(output.path(part)) for part in ("train", "valid")]
+            found = [(pair["input_ids"].tolist(), pair["labels"].tolist()) for part in parts for pair in part]
+            wanted = [tuple(tokenizer.encode(one).ids for one in pair) for pair in pairs.items()]
+            assert len(parts[1]) == 30 and sorted(found) == sorted(wanted)
+    assert output.result["left_out"] == {"no JSON": 2, "no such fields": 1, "repeats itself": 1}
+    assert [one["line"] for one in output.result["named"]] == [41, 43, 47, 609]
+    with pytest.raises(
+        DataError, match=r"305 of 305 rows of .*pairs\.jsonl are left out: 303 no such fields, 2 no JSON"
+    ):
+        tokenized(tmp_path, data=OWN | {"path": path, "target_field": "answer"})
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    path, seen = tmp_path / "pairs.jsonl", iter(["before", "after"])
+    path.write_text("".join(json.dumps({"q": f"what is {n}", "a": f"it is {n}"}) + "\n" for n in range(30)))
+    monkeypatch.setattr(text, "fingerprint_files", lambda path: next(seen))
+    with pytest.raises(DataError, match="has changed while it was read"):
+        tokenized(tmp_path, data=OWN | {"path": path})
 
 
 @pytest.mark.proves("S4-18")
-@pytest.mark.parametrize("has_orjson", [True, False])
-def test_with_and_without_orjson_the_same_rows_are_taken(tmp_path, monkeypatch, has_orjson):
-    (tmp_path / "rows.jsonl").write_text('{"a": "\\u00e9"}\n{"a": NaN}\n\n{"a": [1, 2]}\n{"a": "cut')
-    text._parser.cache_clear()
-    monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: has_orjson or None)
-    with nullcontext() if has_orjson else pytest.warns(UserWarning, match="pip install orjson"):
-        lines = text.Lines(tmp_path / "rows.jsonl")
-        assert [text._is_json(line) for line in lines] == [True, False, True]
-    assert lines.torn_bytes == len('{"a": "cut')
-    text._parser.cache_clear()
+def test_with_and_without_orjson_the_same_rows_are_taken(monkeypatch):
+    lines = ['{"ingredients": "\\u00e9", "recipe": "a b c"}', '{"recipe": NaN}', '{"recipe": [1]}', '{"a": "cut']
+    expected = [{"input_ids": "é", "labels": "a b c"}, "no JSON", "no such fields", "no JSON"]
+    assert [text.read_pair(line.encode(), RecipesParams().data) for line in lines] == expected
+    with monkeypatch.context() as at, pytest.warns(UserWarning, match="pip install orjson"):
+        at.setitem(sys.modules, "orjson", None)
+        importlib.reload(text)
+    assert [text.read_pair(line.encode(), RecipesParams().data) for line in lines] == expected
+    importlib.reload(text)
 
 
 @pytest.mark.proves("S4-20")
@@ -153,7 +128,7 @@ def test_with_and_without_orjson_the_same_rows_are_taken(tmp_path, monkeypatch, 
         ({"batch_size": 8, "gradient_accumulation_steps": 16}, 1, (8, 16)),
         ({"batch_size": 4, "gradient_accumulation_steps": 32, "auto_batch_size": True}, 128, (4, 32)),
         ({"gradient_accumulation_steps": 16}, 1, (8, 16)),
-        ({"batch_size": 4, "global_batch_size": 32}, 1, (4, 8)),
+        ({"batch_size": 4}, 1, (4, 32)),
     ],
 )
 def test_an_explicit_size_beats_an_automatic_one(given, automatic, expected):
@@ -164,7 +139,6 @@ def test_an_explicit_size_beats_an_automatic_one(given, automatic, expected):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"batch_size": 8, "gradient_accumulation_steps": 16, "global_batch_size": 64}, "is 128, not 64"),
         ({"auto_batch_size": True, "gradient_accumulation_steps": 4}, "follows from auto_batch_size"),
         ({"batch_size": 5}, "does not divide the global batch of 128"),
         ({"data": {"source": "files"}}, "path belongs to source: files"),
@@ -258,94 +232,30 @@ def test_the_share_of_weights_that_move_is_known_before_real_steps_move_it(preci
     assert moved / sum(one.numel() for one in before) == pytest.approx(said, abs=0.1)
 
 
-@pytest.fixture
-def without_code_generation():
-    """The compiler's front and its graphs, without C++: that takes minutes, and the benchmark does it."""
-    before = torch.compiler.get_default_backend()
-    torch.compiler.reset()
-    torch.compiler.set_default_backend("aot_eager")
-    yield
-    torch.compiler.set_default_backend(before)
-    torch.compiler.reset()
-
-
-@pytest.mark.proves("C-58")
-@pytest.mark.long
+@pytest.mark.proves("S4-25", "C-58")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:aten.*an autograd kernel was not registered:UserWarning")  # of torch
-def test_blocks_are_compiled_once_whatever_the_lengths_and_the_number_of_layers(without_code_generation, monkeypatch):
-    told = []
-    monkeypatch.setattr(compiling, "record", lambda kind, **fields: told.append((kind, fields)))
-    model = tiny(tiny=SMALL["tiny"] | {"num_layers": 3}).train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "dropout", None), float):  # that of the attention
-            module.dropout = 0.0
+def test_blocks_are_compiled_once_for_all_lengths_and_run_as_they_are_where_that_fails():
+    model = in_float64(tiny())
     batches = list(SequenceLoader(examples(16), Padding(pad_id=0), batch=4))
     plain = [float(training.loss(model, batch)[0].detach()) for batch in batches]
-    compiled = compiling.CompiledBlocks(model, torch.device("cpu"))
-    loss = compiled.loss(training.loss)
-    assert len(compiling.blocks_of(model)) == 6  # and at most 12 graphs, below
-    for epoch in (1, 2):
-        for batch, expected in zip(batches, plain, strict=True):
-            total, weight = loss(model, batch)
-            (total / weight).backward()
-            assert float(total.detach()) == pytest.approx(expected, rel=1e-5)
-        compiled(EpochRecord(epoch, 1.0, len(batches)))
-    before = compiled.summary()["num_graphs"]
-    model.eval()
-    with torch.no_grad():
+    before = torch.compiler.get_default_backend()
+    try:
+        torch.compiler.set_default_backend(lambda graph, inputs: 1 / 0)
+        with pytest.warns(UserWarning, match="nothing is compiled: .*division by zero"):
+            assert training.compile_blocks(model) is training.loss
+        torch.compiler.set_default_backend("eager")
+        loss, model.training = training.compile_blocks(model), True  # its blocks are without dropout
+        graphs = [training.num_graphs()]
+        for _ in range(2):
+            for batch, expected in zip(batches, plain, strict=True):
+                assert float(loss(model, batch)[0].detach()) == pytest.approx(expected, rel=1e-9)
+            graphs.append(training.num_graphs())
+        model.eval()
         loss(model, batches[0])
-    assert compiled.summary()["num_graphs"] == before > 0  # validation compiles nothing
-    first, second = (fields for _, fields in told)
-    assert 0 < first["num_graphs"] <= 12
-    assert second["num_graphs"] == second["graph_breaks"] == 0
-    assert first["seconds"] > 0 and "text" in first and "text" not in second
-    summary = compiled.summary()
-    assert summary["num_graphs_after_warm_up"] == 0
-    assert summary["warm_up_seconds"] == first["seconds"]
-
-
-@pytest.mark.proves("S4-25")
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:aten.*an autograd kernel was not registered:UserWarning")  # of torch
-def test_a_compiled_training_says_what_it_compiled(tmp_path, without_code_generation):
-    torch.compiler.set_default_backend("eager")  # the gradients' graphs are those of the test before
-    here = StagesHere(tmp_path, RECIPES, RecipesParams(**SMALL | {"compile": True, "epochs": 1}))
-    for name in ("index", "tokenize", "train"):
-        here.run(name)
-    result = Output(here.manifest("train")).result
-    assert result["compile"]["num_graphs"] > 0 and result["compile"]["warm_up_seconds"] > 0
-    told = ("compiled", "attention", "attention_kernel")
-    assert [result["capabilities"][name] for name in told] == ["blocks", "sdpa", "math"]
-
-
-@pytest.mark.proves("S4-53")
-def test_the_attention_kernel_is_the_one_that_runs(monkeypatch):
-    assert training.capabilities(tiny(), RecipesParams(**SMALL))["attention_kernel"] == "math"
-    model = tiny()
-    model.set_attn_implementation("eager")
-    found = training.capabilities(model, RecipesParams(**SMALL))
-    assert (found["attention"], found["attention_kernel"]) == ("eager", "eager")
-    with training._AttentionKernels() as kernels, torch.no_grad():
-        query = torch.ones(1, 1, 4, 8)
-        torch.nn.functional.scaled_dot_product_attention(query, query, query)
-    assert kernels.seen == {"scaled_dot_product_flash_attention_for_cpu"}
-
-
-@pytest.mark.long
-def test_a_missing_compiler_is_told_before_anything_is_trained(tmp_path, monkeypatch):
-    code = "from memfit_workloads.recipes.compiling import *; try_compiler(torch.device('cpu'))"
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CXX": "no-such-compiler"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    told = done.stderr[done.stderr.index(ConfigError.__name__) :]
-    assert "torch.compile fails on cpu: " in told and "no-such-compiler" in told
-    assert "rule: params.compile needs a C++ compiler" in told and "do:   install one" in told
-    monkeypatch.setattr(torch, "compile", lambda function: function)  # with one it takes half a minute
-    compiling.try_compiler(torch.device("cpu"))
+        assert 0 < graphs[1] - graphs[0] <= 4 and graphs[1] == graphs[2] == training.num_graphs()
+    finally:
+        torch.compiler.reset()
+        torch.compiler.set_default_backend(before)
 
 
 @pytest.mark.proves("S4-35", "C-57")
@@ -391,31 +301,26 @@ def test_a_plan_has_the_models_memory_by_part_with_context_and_bound_before_anyt
 
 
 @pytest.mark.parametrize(
-    ("gpu", "settings", "verdict", "changes"),
+    ("gpu", "verdict", "changes"),
     [
-        ("RTX 4090", {}, "does not fit", [("bf16", "adamw"), ("bf16", "adafactor")]),
-        ("RTX 5090", {}, "does not fit", [("bf16-amp", "adafactor"), ("bf16", "adamw"), ("bf16", "adamw")]),
-        ("A100-80GB", {}, "fits", [("bf16-amp", "adamw"), ("bf16-amp", "adafactor"), ("bf16", "adamw")]),
-        ("A100-80GB", {"precision": "bf16-mixed", "gradient_checkpointing": "true"}, "fits", []),
+        ("RTX 5090", "does not fit", [("bf16-amp", "adafactor"), ("bf16", "adamw"), ("bf16", "adamw")]),
+        ("A100-80GB", "fits", [("bf16-amp", "adamw"), ("bf16-amp", "adafactor"), ("bf16", "adamw")]),
     ],
 )
-def test_an_xl_model_is_planned_from_the_workloads_own_settings(monkeypatch, gpu, settings, verdict, changes):
+def test_an_xl_model_is_planned_from_the_workloads_own_settings(monkeypatch, gpu, verdict, changes):
     monkeypatch.chdir(XL.parents[2])
-    overrides = [f"params.{name}={value}" for name, value in settings.items()]
-    found = estimate_workload(XL / "flan-t5-xl.yaml", gpu=gpu, formula=True, overrides=overrides)
+    found = estimate_workload(XL / "flan-t5-xl.yaml", gpu=gpu, formula=True)
     assert found["verdict"] == verdict
     assert (found["setup"]["batch"], found["setup"]["num_microbatches"]) == (8, 16)
-    precise = settings.get("precision") == "bf16-mixed"
-    assert found["parts"]["weights"]["value"] == pytest.approx((4 if precise else 2) * 2.85e9, rel=0.01)
+    assert found["parts"]["weights"]["value"] == pytest.approx(2 * 2.85e9, rel=0.01)
     ranked = [one for one in (found["change"], *found["others"]) if one is not None]
     assert [(one["setup"]["dtype"], one["setup"]["optimizer"]) for one in ranked] == changes
     for one in ranked:
-        assert ("of the weights move in a step" in one["cost"]) == (
-            one["setup"]["dtype"] == "bf16" and not one["setup"]["lora_rank"]
-        )
-        own = " ".join(one["options"]).replace("--set ", "").split()
-        again = estimate_workload(XL / "flan-t5-xl.yaml", gpu=gpu, formula=True, overrides=[*overrides, *own])
-        assert (again["verdict"], again["setup"]) == (one["verdict"], one["setup"])
+        setup, own = one["setup"], " ".join(one["options"]).replace("--set ", "").split()
+        moves_few = setup["dtype"] == "bf16" and not setup["lora_rank"]
+        assert ("of the weights move in a step" in one["cost"]) == moves_few
+        again = estimate_workload(XL / "flan-t5-xl.yaml", gpu=gpu, formula=True, overrides=own)
+        assert (again["verdict"], again["setup"]) == (one["verdict"], setup)
     assert not [note for note in found["notes"] if "--" in note.replace("--set params.precision=bf16-mixed", "")]
 
 
@@ -444,28 +349,6 @@ def test_a_plan_says_whether_the_model_fits_this_machines_gpu_and_what_makes_it_
     assert f"fits with {adapters}: 15.05 GiB, at most 21.59 GiB" in file.getvalue()
 
 
-def test_a_folder_without_a_model_is_refused_by_the_plan_too(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "no_model").mkdir()
-    with pytest.raises(ConfigError, match=r"no_model cannot be loaded: .*No such file") as refused:
-        plan_run(config(tmp_path, pretrained_model="no_model"))
-    assert "a folder that save_pretrained() wrote" in refused.value.rule
-
-
-@pytest.mark.long
-def test_adafactor_trains_with_hardly_any_state_and_a_falling_loss(tmp_path):
-    changed = {"optimizer": "adafactor", "learning_rate": 0.02, "epochs": 4}
-    here = StagesHere(tmp_path, RECIPES, RecipesParams(**SMALL | changed))
-    for name in ("index", "tokenize", "train"):
-        here.run(name)
-    saved = load_checkpoint(here.manifest("train").with_suffix("") / "latest")
-    last = Output(here.manifest("train")).result["valid_loss"]
-    assert len(saved["history"]) == 4 and last < saved["history"][0]["metrics"]["valid_loss"]
-    states = [one for state in saved["optimizer"]["state"].values() for one in state.values()]
-    size = sum(one.nbytes for one in saved["model"].values())
-    assert 0 < sum(one.nbytes for one in states if isinstance(one, torch.Tensor)) < size / 2
-
-
 @pytest.fixture(scope="module")
 def hub_folder(tmp_path_factory):
     """A T5 of random weights in a folder as the hub gives it, and pairs to train it on."""
@@ -480,16 +363,23 @@ def hub_folder(tmp_path_factory):
     return folder / "t5"
 
 
-LORA = {"lora": {"rank": 4, "alpha": 8}, "num_rouge": 4, "baseline": True, "learning_rate": 0.02}
+LORA = {
+    "lora": {"rank": 4, "alpha": 8},
+    "num_rouge": 4,
+    "baseline": True,
+    "learning_rate": 0.02,
+    "optimizer": "adafactor",
+}
 
 
+@pytest.mark.proves("S4-17", "S4-53")
 @pytest.mark.long
 def test_adapters_killed_and_gone_on_leave_the_merged_model_and_rouge_before_and_after(
     tmp_path, one_thread, hub_folder
 ):
     changed = LORA | {"pretrained_model": str(hub_folder)}
     here = StagesHere(tmp_path / "here", RECIPES, RecipesParams(**SMALL | changed), seed=1)
-    for name in ("index", "tokenize", "train", "evaluate"):
+    for name in ("tokenize", "train", "evaluate"):
         here.run(name)
     config(tmp_path, **changed)
     killed = kills.run(tmp_path, kill_at=[kills.epoch("train", 1)])
@@ -501,7 +391,9 @@ def test_adapters_killed_and_gone_on_leave_the_merged_model_and_rouge_before_and
     new = load_file(Output(here.manifest("train")).path("model") / "model.safetensors")
     moved = {name for name in old if not torch.equal(old[name], new[name])}
     assert old.keys() == new.keys() and moved and all(name.rsplit(".", 2)[-2] in ("q", "v") for name in moved)
-    judged = left["stage_evaluate"]
+    result, judged = left["stage_train"], left["stage_evaluate"]
+    assert result["capabilities"] == {"attention": "sdpa", "flash_attention": False}
+    assert result["equation"] == "4 samples x 2 microbatches x 1 device = 8 samples an update"
     assert judged["loss"] < judged["before"]["loss"] and judged["num_rouge"] == 4
     assert all(0 <= one[name] <= 1 for one in (judged, judged["before"]) for name in ("rouge1", "rougeL"))
     assert "ROUGE-L" in judged["report"][1] and judged["report"][0].startswith("before the training: ")
@@ -532,6 +424,9 @@ def test_an_adapter_beside_no_layer_and_a_model_that_is_not_there_are_refused_be
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="no module of the t5 model is named 'query'"):
         plan_run(config(tmp_path, pretrained_model=str(hub_folder), lora={"rank": 4, "modules": ["query"]}))
+    (tmp_path / "models").mkdir()
+    with pytest.raises(ConfigError, match=r"models/t6 cannot be loaded: there is no such folder"):
+        plan_run(config(tmp_path, pretrained_model="models/t6"))
     with pytest.raises(ConfigError, match=r"google/no-such-t5 cannot be loaded: .+") as refused:
         plan_run(config(tmp_path, pretrained_model="google/no-such-t5"))
     assert "or a name on the hub" in refused.value.rule
@@ -553,25 +448,3 @@ def test_a_name_on_the_hub_is_read_from_its_cache(tmp_path, monkeypatch, hub_fol
     found, own = (training.load_model(params.model_copy(update={"pretrained_model": one}), 0).state_dict()
                   for one in ("some/t5", str(hub_folder)))  # fmt: skip
     assert all(torch.equal(found[name], own[name]) for name in own)
-
-
-def test_texts_are_written_so_many_at_once_as_fit_half_of_what_is_free(tmp_path, monkeypatch, hub_folder):
-    here = StagesHere(tmp_path, RECIPES, RecipesParams(**SMALL | {"pretrained_model": str(hub_folder), "epochs": 1}))
-    for name in ("index", "tokenize", "train"):
-        here.run(name)
-    params, told = RecipesParams(**SMALL), []
-    model = training.load_model(RecipesParams(**SMALL | {"pretrained_model": str(hub_folder)}), 0).eval()
-    each = training.bytes_of_text(params, model)
-    source = torch.ones(3, params.max_source_length, dtype=torch.long)
-    cache = model.generate(source, min_new_tokens=params.max_target_length, max_new_tokens=params.max_target_length,
-                           return_dict_in_generate=True).past_key_values  # fmt: skip
-    layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
-    held = sum(one.keys.nbytes + one.values.nbytes for one in layers)
-    assert held / 3 < each < 20 * held / 3
-    monkeypatch.setattr(training, "record", lambda kind, **fields: told.append((kind, fields)))
-    found = []
-    for free in (1 << 40, 4 * each, 0):
-        monkeypatch.setattr(training, "free_bytes", lambda device, free=free: free)
-        found.append(training.generate(here.context("evaluate"), params, model))
-    assert found[0] == found[1] == found[2] and len(found[0]) == 6
-    assert [(kind, fields["size"]) for kind, fields in told] == [("generation_plan", size) for size in (6, 2, 1)]
