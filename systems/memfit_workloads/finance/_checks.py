@@ -94,7 +94,7 @@ def _closes(market: Market, bounds: QualitySettings) -> Iterable[_Row]:
     share = missing.sum() / max(int(listed.sum()), 1)
     same = closes[1:] == closes[:-1]
     before = np.pad(same, ((_STALE_DATES - 1, 0), (0, 0)))
-    stale: _Bools = sliding_window_view(before, _STALE_DATES - 1, axis=0).all(axis=-1)
+    stale = np.asarray(sliding_window_view(before, _STALE_DATES - 1, axis=0).all(axis=-1))
     much: _Severity = "red" if stale.sum() > _MOST_STALE * known.sum() else "yellow"
     return (
         ("date_gap", "yellow", np.diff(market.dates) > np.timedelta64(_GAP_DAYS, "D"),
