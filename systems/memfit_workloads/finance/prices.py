@@ -116,22 +116,19 @@ def features_of(closes: _Floats) -> _Floats:
     dates.
     """
     features = np.full((*closes.shape, len(FEATURES)), np.nan)
-    num_dates = len(closes)
-    if num_dates < HISTORY_DATES:
+    if len(closes) < HISTORY_DATES:
         return features
     begin = HISTORY_DATES - 1
-    for number, span in enumerate((1, 5, 20)):
-        features[begin:, :, number] = closes[begin:] / closes[begin - span : num_dates - span] - 1
+    found = [closes[begin:] / closes[begin - span : -span] - 1 for span in (1, 5, 20)]
     # Windows, not running sums: a rounding error of the past would leak from date to date.
     daily = closes[begin - 19 :] / closes[begin - 20 : -1] - 1
-    features[begin:, :, 3] = sliding_window_view(daily, 20, axis=0).std(axis=-1)
-    features[begin:, :, 4] = closes[begin:] / sliding_window_view(closes, HISTORY_DATES, axis=0).max(axis=-1) - 1
-    known = features[begin:]
+    found.append(sliding_window_view(daily, 20, axis=0).std(axis=-1))
+    found.append(closes[begin:] / sliding_window_view(closes, HISTORY_DATES, axis=0).max(axis=-1) - 1)
+    known = np.stack(found, axis=-1)
     known -= known.mean(axis=1, keepdims=True)
     spread = known.std(axis=1, keepdims=True)
     # Equal values leave a spread of rounding errors, which would be blown up to 1.
-    np.divide(known, spread, out=known, where=spread > 1e-12)
-    known[np.broadcast_to(spread <= 1e-12, known.shape)] = 0.0
+    features[begin:] = np.divide(known, spread, out=np.zeros_like(known), where=spread > 1e-12)
     return features
 
 
