@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from memfit.errors import UsageError, check_counts
 from memfit.files import replacing
+from memfit_workloads.finance._matrices import forward_returns
 
 SIGNAL_DATES: Final = 5
 _FEATURES, _NOISE, _LISTINGS = range(3)  # streams of random numbers
@@ -188,7 +189,7 @@ def _tables(market: Market, schema: pa.Schema, dates_per_table: int) -> Iterator
         columns += [pa.array(features[:, number][listed]) for number in range(market.num_features)]
         columns.append(pa.array(closes[: len(dates)][listed]))
         for ahead in market.labels:
-            label = (closes[ahead : ahead + len(dates)] / closes[: len(dates)] - 1).astype(np.float32)
+            label = forward_returns(closes, ahead)[: len(dates)].astype(np.float32)
             label[dates + ahead >= market.num_dates] = np.nan
             columns.append(pa.array(label[listed], from_pandas=True))  # NaN, not yet known, becomes null
         yield pa.Table.from_arrays(columns, schema=schema)

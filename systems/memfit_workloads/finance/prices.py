@@ -23,6 +23,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from memfit.errors import DataError
+from memfit_workloads.finance._matrices import forward_returns
 
 FEATURES: Final = ("return_1", "return_5", "return_20", "volatility_20", "distance_high_60")
 #: The sector of each ticker of the file, as S&P Dow Jones and MSCI class them (GICS).
@@ -85,9 +86,8 @@ def daily_features(start: date | str, end: date | str, horizons: Sequence[int]) 
         "close": pa.array(known[first:].ravel()),
     }
     for horizon in horizons:
-        targets = np.full((stop - first, len(prices.codes)), np.nan)
-        targets[:-horizon] = known[first + horizon :] / known[first:-horizon] - 1
-        columns[f"target_h{horizon}"] = pa.array(targets.ravel().astype(np.float32), from_pandas=True)
+        targets = forward_returns(known, horizon)[first:].ravel().astype(np.float32)
+        columns[f"target_h{horizon}"] = pa.array(targets, from_pandas=True)
     return pa.table(columns)
 
 
