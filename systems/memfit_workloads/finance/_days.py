@@ -16,7 +16,7 @@ from pyarrow import feather
 
 from memfit.errors import DataError, UsageError, nearest
 from memfit_workloads.finance._inference import Summary, summarize
-from memfit_workloads.finance._matrices import Scores, as_days, numbers, read_scores
+from memfit_workloads.finance._matrices import Scores, read_scores, values_of
 from memfit_workloads.finance._metrics import divide, positive_rate, precision_at_k, quantile_spread, rank_ic
 
 #: The columns of a day table that are no metrics.
@@ -113,8 +113,8 @@ def by_date(days: pa.Table, metric: str, which: str) -> tuple[NDArray[np.datetim
                 rule="a day table has the column date and one column for each metric, as evaluate_days writes it.",
                 remedy=nearest(name, known or days.column_names),
             )
-    dates, row = np.unique(as_days(days.column("date")), return_inverse=True)
-    values = numbers(days, metric)
+    dates, row = np.unique(values_of(days, "date"), return_inverse=True)
+    values = values_of(days, metric)
     defined = ~np.isnan(values)
     counts = np.bincount(row[defined], minlength=len(dates))
     return dates, divide(np.bincount(row[defined], values[defined], len(dates)), counts, counts > 0)

@@ -6,9 +6,9 @@ Shapes: D dates, A assets.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -76,7 +76,7 @@ def _matrices(table: pa.Table, names: Sequence[str], what: str) -> Scores:
                 rule="each row is of one date and one asset.",
                 remedy=f"drop the rows whose {name} is null",
             )
-    dates, row = np.unique(as_days(table.column("date")), return_inverse=True)
+    dates, row = np.unique(values_of(table, "date"), return_inverse=True)
     text = pc.cast(table.column("code"), pa.string()).combine_chunks()
     codes = pc.unique(text).sort()
     column = pc.index_in(text, codes).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -91,7 +91,7 @@ def _matrices(table: pa.Table, names: Sequence[str], what: str) -> Scores:
     values = {}
     for name in names:
         values[name] = np.full((len(dates), len(codes)), np.nan)
-        values[name].flat[cells] = numbers(table, name)[first]
+        values[name].flat[cells] = values_of(table, name)[first]
     return Scores(dates, tuple(codes.to_pylist()), values)
 
 
@@ -192,26 +192,16 @@ def _numeric(table: pa.Table) -> list[str]:
     return [name for name in names if name not in ("date", "code") and not name.startswith("score_h")]
 
 
-def as_days(column: pa.ChunkedArray) -> NDArray[np.datetime64]:
-    """Return a column of dates, timestamps or ISO texts as ``datetime64[D]``, as a panel reads it."""
-    with _converting("of dates", column.type):
-        return decode_dates(column.combine_chunks(), "date")
-
-
-def numbers(table: pa.Table, name: str) -> Floats:
-    """Return a column of numbers; nulls are NaN."""
-    with _converting(name, table.schema.field(name).type):
-        return np.asarray(pc.cast(table.column(name), pa.float64()).to_numpy(), np.float64)
-
-
-@contextmanager
-def _converting(name: str, kind: pa.DataType) -> Iterator[None]:
-    """Let an error of pyarrow name the column."""
+def values_of(table: pa.Table, name: str) -> NDArray[Any]:
+    """Return the column ``date`` as ``datetime64[D]``, as a panel reads it, and another as numbers; nulls are NaN."""
+    column = table.column(name)
     try:
-        yield
+        if name == "date":
+            return decode_dates(column.combine_chunks(), name)
+        return np.asarray(pc.cast(column, pa.float64()).to_numpy(), np.float64)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(
-            f"the column {name} is of type {kind}: {error}.",
+            f"the column {name} is of type {column.type}: {error}.",
             rule="dates are date32, timestamps or texts such as 2024-01-31; scores, targets and metrics are numbers.",
             remedy="convert the column, or name another one",
         ) from error
