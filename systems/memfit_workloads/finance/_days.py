@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,8 @@ from pyarrow import feather
 
 from memfit.errors import DataError, UsageError, nearest
 from memfit_workloads.finance._inference import Summary, summarize
-from memfit_workloads.finance._matrices import Scores, as_days, numbers, read_scores
-from memfit_workloads.finance._metrics import (
-    divide,
-    positive_rate,
-    precision_at_k,
-    quantile_spread,
-    rank_ic,
-)
+from memfit_workloads.finance._matrices import Scores, read_scores, values_of
+from memfit_workloads.finance._metrics import divide, positive_rate, precision_at_k, quantile_spread, rank_ic
 
 #: The columns of a day table that are no metrics.
 _KEYS = ("fold", "date", "num_assets")
@@ -31,42 +25,24 @@ _METADATA = b"memfit_days"
 _IN_FOLDER = ("days.feather", "checkpoints/stage_backtest/days.feather")
 
 
-def evaluate_days(
-    scores: Scores,
-    *,
-    horizons: Sequence[int],
-    k: int | None = None,
-    k_ratio: float | None = None,
-    num_quantiles: int = 5,
-    fold: int = 0,
-) -> pa.Table:
+def evaluate_days(scores: Scores, *, horizons: Sequence[int], k_ratio: float) -> pa.Table:
     """Return the day table of some scores: one row per date.
 
     Its columns are ``fold``, ``date``, ``num_assets`` (assets with a score for any horizon), and for each horizon h, a
     number of dates, ``h{h}_rank_ic`` (`rank_ic`), ``h{h}_p_at_k_pos`` (`precision_at_k`), ``h{h}_random_p_at_k_pos``
     (`positive_rate`), ``h{h}_delta_p_at_k_pos`` (the first less the second, on average 0 for random scores), and
     ``h{h}_spread`` (`quantile_spread`, in returns over h dates). An undefined figure is NaN. The
-    table's metadata hold what a comparison must share: k, quantiles and assets.
-
-    Either ``k`` assets or the share ``k_ratio`` of the eligible ones are selected.
+    table's metadata hold what a comparison must share: k_ratio and assets.
 
     Raises:
         DataError: If a horizon has no score or no target.
-        UsageError: If no horizon is named, or not exactly one of k and k_ratio is given.
     """
-    return evaluate_folds({fold: scores}, horizons=horizons, k=k, k_ratio=k_ratio, num_quantiles=num_quantiles)
+    return evaluate_folds({0: scores}, horizons=horizons, k_ratio=k_ratio)
 
 
-def evaluate_folds(
-    folds: Mapping[int, Scores | pa.Table],
-    *,
-    horizons: Sequence[int],
-    k: int | None = None,
-    k_ratio: float | None = None,
-    num_quantiles: int = 5,
-) -> pa.Table:
+def evaluate_folds(folds: Mapping[int, Scores | pa.Table], *, horizons: Sequence[int], k_ratio: float) -> pa.Table:
     """Return the day table of several folds, sorted by date, then fold; a date has a row of each fold that tests it."""
-    parts, codes, size = [], set[str](), {"k": k, "k_ratio": k_ratio}
+    parts, codes = [], set[str]()
     for fold, source in folds.items():
         scores = read_scores(source) if isinstance(source, pa.Table) else source
         scored: NDArray[np.bool_] = np.zeros((len(scores.dates), len(scores.codes)), bool)
@@ -74,18 +50,19 @@ def evaluate_folds(
         for horizon in horizons:
             score, target = scores.of(f"score_h{horizon}"), scores.of(f"target_h{horizon}")
             scored = scored | ~np.isnan(score)
-            precision, random = precision_at_k(score, target, **size), positive_rate(score, target)  # type: ignore[arg-type]
+            precision, random = precision_at_k(score, target, k_ratio=k_ratio), positive_rate(score, target)
             columns |= {
                 f"h{horizon}_rank_ic": rank_ic(score, target),
                 f"h{horizon}_p_at_k_pos": precision,
                 f"h{horizon}_random_p_at_k_pos": random,
                 f"h{horizon}_delta_p_at_k_pos": precision - random,
-                f"h{horizon}_spread": quantile_spread(score, target, num_quantiles=num_quantiles),
+                f"h{horizon}_spread": quantile_spread(score, target),
             }
         codes |= {scores.codes[column] for column in np.flatnonzero(scored.any(axis=0))}
         head = {"fold": np.full(len(scores.dates), fold, np.int32), "date": pa.array(scores.dates, pa.date32())}
         parts.append(pa.table(head | {"num_assets": scored.sum(axis=1).astype(np.int32)} | columns))
-    described = {**size, "num_quantiles": num_quantiles, "num_codes": len(codes), "universe": _digest(codes)}
+    universe = hashlib.sha256("\n".join(sorted(codes)).encode()).hexdigest()[:16]
+    described = {"k_ratio": k_ratio, "num_codes": len(codes), "universe": universe}
     table = pa.concat_tables(parts).sort_by([("date", "ascending"), ("fold", "ascending")])
     return table.replace_schema_metadata({_METADATA: json.dumps(described).encode()})
 
@@ -126,10 +103,6 @@ def description(days: pa.Table) -> dict[str, Any]:
     return dict(json.loads(text)) if text else {}
 
 
-def _digest(codes: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(sorted(codes)).encode()).hexdigest()[:16]
-
-
 def by_date(days: pa.Table, metric: str, which: str) -> tuple[NDArray[np.datetime64], NDArray[np.float64]]:
     """Return the distinct dates in ascending order, and a metric: the mean of a date's folds, NaN where none has it."""
     for name in ("date", metric):
@@ -140,8 +113,8 @@ def by_date(days: pa.Table, metric: str, which: str) -> tuple[NDArray[np.datetim
                 rule="a day table has the column date and one column for each metric, as evaluate_days writes it.",
                 remedy=nearest(name, known or days.column_names),
             )
-    dates, row = np.unique(as_days(days.column("date")), return_inverse=True)
-    values = numbers(days, metric)
+    dates, row = np.unique(values_of(days, "date"), return_inverse=True)
+    values = values_of(days, metric)
     defined = ~np.isnan(values)
     counts = np.bincount(row[defined], minlength=len(dates))
     return dates, divide(np.bincount(row[defined], values[defined], len(dates)), counts, counts > 0)

@@ -6,9 +6,9 @@ Shapes: D dates, A assets.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,12 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 from memfit.data import decode_dates
 from memfit.errors import DataError
 
-#: Places that an error or a finding names.
-MAX_PLACES = 5
-
 Floats = NDArray[np.float64]
 _SCORE_OR_TARGET = re.compile(r"(score|target)_h([1-9]\d*)")
-_TARGET = re.compile(r"target_h(\d+)")
 
 
 @dataclass(frozen=True)
@@ -64,14 +60,8 @@ class Scores:
         return found
 
 
-def matrices(table: pa.Table, names: Sequence[str], what: str = "the table") -> tuple[Scores, NDArray[np.int64]]:
-    """Return columns of a long table as matrices, and the rows that repeat the date and code of an earlier one.
-
-    Of rows with one date and code, the first counts. Nulls are NaN.
-
-    Raises:
-        DataError: If a column is missing or holds no numbers, or a date or code is null.
-    """
+def _matrices(table: pa.Table, names: Sequence[str], what: str) -> Scores:
+    """Return columns of a long table as matrices; nulls are NaN."""
     for name in ("date", "code", *names):
         if name not in table.column_names:
             raise DataError(
@@ -86,16 +76,23 @@ def matrices(table: pa.Table, names: Sequence[str], what: str = "the table") -> 
                 rule="each row is of one date and one asset.",
                 remedy=f"drop the rows whose {name} is null",
             )
-    dates, row = np.unique(as_days(table.column("date")), return_inverse=True)
+    dates, row = np.unique(values_of(table, "date"), return_inverse=True)
     text = pc.cast(table.column("code"), pa.string()).combine_chunks()
     codes = pc.unique(text).sort()
     column = pc.index_in(text, codes).to_numpy(zero_copy_only=False).astype(np.int64)
-    _, first = np.unique(row * len(codes) + column, return_index=True)
+    cells, first = np.unique(row * len(codes) + column, return_index=True)
+    if len(again := np.delete(np.arange(len(row)), first)):
+        raise DataError(
+            f"{len(again)} pairs of date and code come more than once, first {dates[row[again[0]]]} "
+            f"{codes[column[again[0]]]} in {what}.",
+            rule="a table has one row per date and asset.",
+            remedy="keep one row of each; scores of several folds for one date are evaluated fold by fold",
+        )
     values = {}
     for name in names:
         values[name] = np.full((len(dates), len(codes)), np.nan)
-        values[name][row[first], column[first]] = numbers(table, name)[first]
-    return Scores(dates, tuple(codes.to_pylist()), values), np.delete(np.arange(len(row)), first)
+        values[name].flat[cells] = values_of(table, name)[first]
+    return Scores(dates, tuple(codes.to_pylist()), values)
 
 
 def read_scores(table: pa.Table) -> Scores:
@@ -114,13 +111,7 @@ def read_scores(table: pa.Table) -> Scores:
             rule="a table of scores has date, code and at least one score_h followed by a number of dates.",
             remedy="rename its columns, or score the checkpoint again",
         )
-    scores, again = matrices(table, names)
-    if len(again):
-        raise DataError(
-            f"{len(again)} pairs of date and code come more than once, first {_places(table, again[:1])[0]}.",
-            rule="a table of scores has one row per date and asset.",
-            remedy="keep one row of each; scores of several folds for one date are evaluated fold by fold",
-        )
+    scores = _matrices(table, names, "the table")
     for name, values in scores.values.items():
         if len(infinite := np.argwhere(np.isinf(values))):
             row, column = infinite[0]
@@ -133,22 +124,16 @@ def read_scores(table: pa.Table) -> Scores:
     return scores
 
 
-def _places(table: pa.Table, rows: NDArray[np.int64]) -> list[str]:
-    some = table.select(["date", "code"]).take(rows)
-    return [f"{day} {code}" for day, code in zip(as_days(some["date"]), some["code"].to_pylist(), strict=True)]
-
-
 @dataclass(frozen=True)
 class Market:
     """A market to be checked, as it was delivered.
 
     Attributes:
-        dates, codes: ``datetime64[D]``, shape (D,), ascending and distinct when all is well; names of the A assets.
+        dates, codes: ``datetime64[D]``, shape (D,), and names of the A assets; both ascending and distinct.
         closes, volumes: Shape (D, A), NaN where there is none; volumes are shares or money traded, None if not
             delivered.
         features: What a model sees on each date, by name, each of shape (D, A).
         targets: Forward simple returns by horizon in dates, each of shape (D, A).
-        duplicates: Rows whose date and code came before, as text.
     """
 
     dates: NDArray[np.datetime64]
@@ -157,7 +142,6 @@ class Market:
     volumes: Floats | None = None
     features: Mapping[str, Floats] = field(default_factory=dict)
     targets: Mapping[int, Floats] = field(default_factory=dict)
-    duplicates: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         targets = {f"target_h{horizon}": values for horizon, values in self.targets.items()}
@@ -181,59 +165,43 @@ def read_market(prices: pa.Table, *others: pa.Table) -> Market:
 
     ``prices`` has ``date``, ``code``, ``close`` and, optionally, ``volume``. In all tables, columns ``target_h5`` are
     targets by horizon, columns ``score_h5`` are passed over, and every other column of numbers is a feature. Rows of
-    one date and code that come again are counted, and the first of them is used. Rows of ``others`` without prices are
-    left out.
+    ``others`` without prices are left out.
 
     Raises:
-        DataError: If ``date``, ``code`` or ``close`` is missing, or a date or code is null.
+        DataError: If ``date``, ``code`` or ``close`` is missing, a date or code is null, or both come twice.
     """
-    parts, duplicates = [], list[str]()
-    for number, table in enumerate((prices, *others)):
-        names = [one.name for one in table.schema if _is_number(one.type) and one.name not in ("date", "code")]
-        if number == 0 and "close" not in names:
-            names.append("close")
-        part, again = matrices(table, [one for one in names if not one.startswith("score_h")], f"table {number}")
-        parts.append(part)
-        duplicates += _places(table, again)
-    found = dict(parts[0].values)
-    for part in parts[1:]:
-        found |= part.on(parts[0].dates, parts[0].codes)
-    targets = {name: int(match[1]) for name in found if (match := _TARGET.fullmatch(name))}
+    first = _matrices(prices, list(dict.fromkeys(["close", *_numeric(prices)])), "table 0")
+    found = dict(first.values)
+    for number, table in enumerate(others, 1):
+        found |= _matrices(table, _numeric(table), f"table {number}").on(first.dates, first.codes)
+    targets = {name: int(match[2]) for name in found if (match := _SCORE_OR_TARGET.fullmatch(name))}
     return Market(
-        dates=parts[0].dates,
-        codes=parts[0].codes,
+        dates=first.dates,
+        codes=first.codes,
         closes=found.pop("close"),
         volumes=found.pop("volume", None),
         targets={horizon: found.pop(name) for name, horizon in targets.items()},
         features=found,
-        duplicates=tuple(duplicates),
     )
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
+def _numeric(table: pa.Table) -> list[str]:
+    """Return the columns of numbers that are no scores."""
+    kinds = pa.types.is_floating, pa.types.is_integer
+    names = [one.name for one in table.schema if any(is_kind(one.type) for is_kind in kinds)]
+    return [name for name in names if name not in ("date", "code") and not name.startswith("score_h")]
 
 
-def as_days(column: pa.ChunkedArray) -> NDArray[np.datetime64]:
-    """Return a column of dates, timestamps or ISO texts as ``datetime64[D]``, as a panel reads it."""
-    with _converting("of dates", column.type):
-        return decode_dates(column.combine_chunks(), "date")
-
-
-def numbers(table: pa.Table, name: str) -> Floats:
-    """Return a column of numbers; nulls are NaN."""
-    with _converting(name, table.schema.field(name).type):
-        return np.asarray(pc.cast(table.column(name), pa.float64()).to_numpy(), np.float64)
-
-
-@contextmanager
-def _converting(name: str, kind: pa.DataType) -> Iterator[None]:
-    """Let an error of pyarrow name the column."""
+def values_of(table: pa.Table, name: str) -> NDArray[Any]:
+    """Return the column ``date`` as ``datetime64[D]``, as a panel reads it, and another as numbers; nulls are NaN."""
+    column = table.column(name)
     try:
-        yield
+        if name == "date":
+            return decode_dates(column.combine_chunks(), name)
+        return np.asarray(pc.cast(column, pa.float64()).to_numpy(), np.float64)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(
-            f"the column {name} is of type {kind}: {error}.",
+            f"the column {name} is of type {column.type}: {error}.",
             rule="dates are date32, timestamps or texts such as 2024-01-31; scores, targets and metrics are numbers.",
             remedy="convert the column, or name another one",
         ) from error

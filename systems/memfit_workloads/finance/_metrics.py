@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from memfit.errors import DataError, UsageError, check_counts
+from memfit.errors import DataError, UsageError
 
 # Dates are ranked in blocks of about this many cells, so that memory stays at some tens of MiB for a panel of any size.
 _BLOCK_CELLS = 1 << 18
@@ -45,27 +45,24 @@ def rank_ic(scores: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
     return _by_date("rank_ic", scores, targets, block)
 
 
-def precision_at_k(
-    scores: ArrayLike, targets: ArrayLike, *, k: int | None = None, k_ratio: float | None = None
-) -> NDArray[np.float64]:
-    """Return the share of each date's k best-scored assets whose target is above 0, and not exactly 0.
+def precision_at_k(scores: ArrayLike, targets: ArrayLike, *, k_ratio: float) -> NDArray[np.float64]:
+    """Return the share of each date's best-scored assets whose target is above 0, and not exactly 0.
 
-    In place of k, ``k_ratio`` is the share of the eligible assets to select: ``floor(k_ratio * n + 0.5)``, at least 1.
-    NaN where fewer than k assets are eligible.
+    Of n eligible assets, ``floor(k_ratio * n + 0.5)`` are selected, at least 1. NaN where none is eligible.
 
     Raises:
-        UsageError: If not exactly one of k and k_ratio is given, or it is out of range.
+        UsageError: If k_ratio is not above 0 and at most 1.
     """
-    if (k is None) == (k_ratio is None) or not (k is None or k >= 1) or not (k_ratio is None or 0 < k_ratio <= 1):
+    if not 0 < k_ratio <= 1:
         raise UsageError(
-            f"k is {k} and k_ratio {k_ratio}.",
-            rule="exactly one of them says how many assets are selected: k from 1, or k_ratio above 0 and at most 1.",
-            remedy="give k=50 for fifty assets, or k_ratio=0.1 for a tenth of those that are eligible",
+            f"k_ratio is {k_ratio}.",
+            rule="the share of the assets that are selected is above 0 and at most 1.",
+            remedy="give k_ratio=0.1 for a tenth of those that are eligible",
         )
 
     def block(score: NDArray[Any], target: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.float64]:
         num = common.sum(axis=1)
-        sizes = np.full(len(num), k) if k_ratio is None else np.maximum(1, np.floor(k_ratio * num + 0.5)).astype(int)
+        sizes = np.maximum(1, np.floor(k_ratio * num + 0.5)).astype(int)
         selected = _by_rank(score, common, np.arange(score.shape[1]) < sizes[:, None])
         hits = (selected * (common & (target > 0))).sum(axis=1)
         return divide(hits, sizes, num >= sizes)
@@ -83,17 +80,15 @@ def positive_rate(scores: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
     return _by_date("positive_rate", scores, targets, block)
 
 
-def quantile_spread(scores: ArrayLike, targets: ArrayLike, *, num_quantiles: int = 5) -> NDArray[np.float64]:
-    """Return the mean target of each date's top quantile by score, less that of its bottom quantile, in their unit.
+def quantile_spread(scores: ArrayLike, targets: ArrayLike) -> NDArray[np.float64]:
+    """Return the mean target of each date's best fifth by score, less that of its worst fifth, in their unit.
 
-    Both groups hold ``floor(n / num_quantiles)`` of the n eligible assets; NaN where that is 0. Equal scores at a
-    group's border share it. It is the whole difference: a portfolio half long and half short returns half of it.
+    Both groups hold ``floor(n / 5)`` of the n eligible assets; NaN where that is 0. Equal scores at a group's border
+    share it. It is the whole difference: a portfolio half long and half short returns half of it.
 
     Raises:
         DataError: If a target is infinite.
-        UsageError: If num_quantiles is less than 2.
     """
-    check_counts(UsageError, 2, num_quantiles=num_quantiles)
 
     def block(score: NDArray[Any], target: NDArray[Any], common: NDArray[np.bool_]) -> NDArray[np.float64]:
         if np.isinf(target[common]).any():
@@ -103,7 +98,7 @@ def quantile_spread(scores: ArrayLike, targets: ArrayLike, *, num_quantiles: int
                 remedy="check the prices behind them (a price of 0 gives an infinite return), and set them to NaN",
             )
         num = common.sum(axis=1)[:, None]
-        size = num // num_quantiles
+        size = num // 5
         place = np.arange(score.shape[1])
         sides = (place < size).astype(np.float64) - ((place >= num - size) & (place < num))
         total = (_by_rank(score, common, sides) * np.where(common, target, 0.0)).sum(axis=1)

@@ -95,16 +95,9 @@ class Provenance(BaseModel, frozen=True):
         A label spans its date and ``label_dates`` more. A date is left out if its label meets one that the model
         learned, or if a date that it learned from lies within the embargo behind it.
         """
-        position = {str(date): number for number, date in enumerate(panel.dates)}
         learned = np.zeros(len(panel.dates), bool)
         for first, last in self.trained:
-            if first not in position or last not in position:
-                raise UsageError(
-                    f"fold {self.fold} was trained on {first} to {last}, and {panel.path} does not have these dates.",
-                    rule="a checkpoint scores dates of the panel that it was trained on, or of a longer one.",
-                    remedy="name the config that it was trained with",
-                )
-            learned[position[first] : position[last] + 1] = True
+            learned |= (panel.dates >= np.datetime64(first)) & (panel.dates <= np.datetime64(last))
         before, after = self.label_dates + self.embargo_size, self.label_dates
         near = np.convolve(learned, np.ones(before + after + 1))[before : before + len(learned)]
         free: npt.NDArray[np.bool_] = near == 0

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from memfit.data import DateBatch, Loader, Panel
@@ -83,26 +82,6 @@ def windows_of(group: Sequence[DateBatch]) -> np.ndarray[Any, np.dtype[np.float3
     return group[0].windows if len(group) == 1 else np.concatenate([one.windows for one in group])
 
 
-def table_of(
-    panel: Panel, data: DataParams, date: Indices, asset: Indices, scores: npt.NDArray[np.float32]
-) -> pa.Table:
-    """A row for each date and asset: ``date``, ``code``, and by horizon ``score_h<h>`` and ``target_h<h>``.
-
-    ``target_h1`` is always there; a target that is not known is null. ``date`` and ``asset`` are the positions (n,) in
-    the panel, ``scores`` (n, num_horizons).
-    """
-    columns: dict[str, Any] = {
-        "date": pa.array(panel.dates[date], pa.date32()),
-        "code": pa.array(panel.assets).take(pa.array(asset)),
-    }
-    for number, horizon in enumerate(data.horizons):
-        columns[f"score_h{horizon}"] = pa.array(scores[:, number])
-    for horizon in data.labels:
-        known = panel.target(data.target(horizon))[date, asset]
-        columns[f"target_h{horizon}"] = pa.array(known, from_pandas=True)
-    return pa.table(columns)
-
-
 def scores_of(
     model: torch.nn.Module,
     panel: Panel,
@@ -112,9 +91,10 @@ def scores_of(
     rows: Callable[[Any], tuple[Indices, Indices, Any]],
     precision: str,
 ) -> pa.Table:
-    """Return the scores of a model in evaluation mode, as `table_of` gives them.
+    """Return the scores of a model in evaluation mode: ``date``, ``code``, and by horizon ``score_h5``, ``target_h5``.
 
-    ``rows`` gives the dates and the assets of a batch's rows, and what the model says of them.
+    ``target_h1`` is always there; a target that is not known is null. ``rows`` gives the positions of a batch's dates
+    and assets in the panel, and what the model says of them, (n, num_horizons).
     """
     import torch
 
@@ -125,5 +105,13 @@ def scores_of(
         for batch in batches:
             dates, assets, found = rows(batch)
             parts.append((dates, assets, found.float().cpu().numpy()))
-    date, asset, score = (np.concatenate(one) for one in zip(*parts, strict=True))
-    return table_of(panel, data, date, asset, score)
+    date, asset, scores = (np.concatenate(one) for one in zip(*parts, strict=True))
+    columns: dict[str, Any] = {
+        "date": pa.array(panel.dates[date], pa.date32()),
+        "code": pa.array(panel.assets).take(pa.array(asset)),
+    }
+    columns |= {f"score_h{horizon}": pa.array(scores[:, at]) for at, horizon in enumerate(data.horizons)}
+    for horizon in data.labels:
+        known = panel.target(data.target(horizon))[date, asset]
+        columns[f"target_h{horizon}"] = pa.array(known, from_pandas=True)
+    return pa.table(columns)

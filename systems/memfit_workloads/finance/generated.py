@@ -2,24 +2,19 @@
 
 The table has one row per date and listed asset: ``date``, ``code``, ``f00`` ... , ``close``, ``target_h1`` ... All
 features are standard normal noise; the signal of an asset is the sum of its ``f00`` over the last `SIGNAL_DATES` dates
-over the root of their number, so a model that sees one date finds a part of it and a model that sees a window finds it
-all. The logarithm of each day's return is the signal of the day before, times a small loading, plus noise. The closes
-are what these returns compound to, and ``target_h5`` is the simple return of the closes over the next 5 dates: so the
-labels of neighbouring dates overlap, those of several horizons agree with each other, and the last dates have none.
+over the root of their number. The logarithm of each day's return is the signal of the day before, times a loading, plus
+noise. The closes are what these returns compound to, and ``target_h5`` is their simple return over the next 5 dates.
 
-The rank IC of the signal with each label follows from the loading in closed form. With c_h the sum of the signal's
-autocorrelations ``max(0, 1 - k / SIGNAL_DATES)`` over k = 0 ... h - 1, and v_h the variance of the sum of h signals in
-a row, the signal and the next h daily returns have, at a loading a, the correlation
-``a c_h / sqrt(a^2 v_h + (1 - a^2) h)``; the rank IC is Spearman's correlation of two normal variables that are so
-correlated. Chosen is the loading that gives the wanted rank IC at the main horizon.
+With c_h the sum of the signal's autocorrelations ``max(0, 1 - k / SIGNAL_DATES)`` over k = 0 ... h - 1, and v_h the
+variance of the sum of h signals in a row, the signal and the next h daily returns have, at a loading a, the correlation
+``a c_h / sqrt(a^2 v_h + (1 - a^2) h)``. Chosen is the loading that gives the wanted rank IC at the main horizon.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,12 +25,12 @@ from numpy.typing import NDArray
 
 from memfit.errors import UsageError, check_counts
 from memfit.files import replacing
+from memfit_workloads.finance._matrices import forward_returns
 
 SIGNAL_DATES: Final = 5
 _FEATURES, _NOISE, _LISTINGS = range(3)  # streams of random numbers
 FIRST_DATE = np.datetime64("2000-01-03")
 _FIRST_CLOSE = 100.0
-_GENERATED_KEY, _MARKET_KEY = b"memfit.generated", b"memfit.market"
 _Floats = NDArray[np.float32]
 
 
@@ -67,15 +62,11 @@ class Market:
     def __post_init__(self) -> None:
         check_counts(UsageError, 1, horizon=self.labels[0])
         check_counts(UsageError, self.labels[-1] + 1, num_dates=self.num_dates)
-        # That of returns without noise; the label mixes in the signals of later days, so it is not 1.
-        common, variance = _signal_moments(self.horizon)
-        most = _spearman(min(common / math.sqrt(variance), math.nextafter(1, 0)))
-        if abs(self.information_coefficient) > most:
-            within = f"from -{most:.3f} to {most:.3f} at a horizon of {self.horizon}"
+        if not 0 <= self._share < 1:
             raise UsageError(
                 f"a market with information_coefficient={self.information_coefficient} cannot be generated.",
-                rule=f"it must be {within}.",
-                remedy=f"pass information_coefficient {within}",
+                rule=f"returns over {self.horizon} dates are the signals of as many, and do not follow one so closely.",
+                remedy="pass an information_coefficient closer to 0",
             )
 
     @property
@@ -104,20 +95,25 @@ class Market:
     @property
     def loading(self) -> float:
         """The correlation of the signal with the next day's log return."""
+        return math.copysign(math.sqrt(self._share), self.information_coefficient)
+
+    @property
+    def _share(self) -> float:
+        """The share of the signal in the variance of a day's log return; not from 0 to 1 where there is none."""
         pearson = 2 * math.sin(math.pi / 6 * self.information_coefficient)
         common, variance = _signal_moments(self.horizon)
-        size = pearson**2 * self.horizon / (common**2 - pearson**2 * (variance - self.horizon))
-        return math.copysign(math.sqrt(min(size, 1.0)), pearson)
+        return pearson**2 * self.horizon / (common**2 - pearson**2 * (variance - self.horizon))
 
 
 def write_market(path: Path, market: Market, *, rows_per_group: int = 1 << 17) -> None:
     """Write a generated market as one Parquet file, aside and renamed, one row group in memory at a time.
 
-    The file's metadata say ``memfit.generated = true`` and hold the market's parameters. Row groups are cut after as
-    many whole dates as stay within ``rows_per_group`` (at least one); the numbers do not depend on it. Memory is about
-    five row groups: 180 MiB for 64 features by default.
+    Row groups are cut after as many whole dates as stay within ``rows_per_group`` (at least one); the numbers do not
+    depend on it. Memory is about five row groups: 180 MiB for 64 features by default.
     """
-    schema = _schema(market)
+    numbers = dict.fromkeys(market.feature_names, pa.float32()) | {"close": pa.float64()}
+    numbers |= dict.fromkeys(market.label_names, pa.float32())
+    schema = pa.schema({"date": pa.date32(), "code": pa.string()} | numbers)
     # Random numbers do not compress, and have no repeated values for a dictionary or bounds worth storing.
     options: dict[str, Any] = {"compression": "none", "use_dictionary": ["code"], "write_statistics": ["date"]}
     with replacing(path) as aside, pq.ParquetWriter(aside, schema, **options) as writer:
@@ -136,14 +132,6 @@ def planted_signal(f00: _Floats) -> _Floats:
         total += f00[lag : lag + num_dates]
     total *= np.float32(SIGNAL_DATES**-0.5)
     return total
-
-
-def _schema(market: Market) -> pa.Schema:
-    features = [pa.field(name, pa.float32()) for name in market.feature_names]
-    labels = [pa.field(name, pa.float32()) for name in market.label_names]
-    fields = [pa.field("date", pa.date32()), pa.field("code", pa.string()), *features]
-    fields += [pa.field("close", pa.float64()), *labels]
-    return pa.schema(fields, metadata={_GENERATED_KEY: b"true", _MARKET_KEY: json.dumps(asdict(market)).encode()})
 
 
 def _random(market: Market, stream: int, date: int = 0) -> np.random.Generator:
@@ -192,44 +180,26 @@ def _tables(market: Market, schema: pa.Schema, dates_per_table: int) -> Iterator
         dates = np.arange(first, min(first + dates_per_table, market.num_dates))
         listed = (listed_from <= dates[:, None]) & (dates[:, None] < listed_until)
         date_of_row, asset_of_row = np.nonzero(listed)
-        features, returns = _numbers(market, first, len(dates))
-        columns = [features[:, number][listed] for number in range(market.num_features)]
-        closes = np.empty((len(dates), market.num_assets))
-        for row in range(len(dates)):  # one order of summing, wherever a row group begins
-            level += returns[row]
-            closes[row] = level
-        columns.append(np.exp(closes)[listed])
-        # NaN, not yet known, becomes null.
-        labels = [pa.array(label[listed], from_pandas=True) for label in _labels(market, first, len(dates), returns)]
-        yield pa.Table.from_arrays(
-            [pa.array(days[dates][date_of_row]), codes.take(pa.array(asset_of_row)), *columns, *labels],
-            schema=schema,
-        )
+        features = _normal(market, _FEATURES, first, len(dates), market.num_features, market.num_assets)
+        returns = _returns(market, first, len(dates) + market.labels[-1])
+        returns[0] += level
+        levels = returns.cumsum(axis=0)  # one order of summing, wherever a row group begins
+        level, closes = levels[len(dates) - 1], np.exp(levels)
+        columns = [pa.array(days[dates][date_of_row]), codes.take(pa.array(asset_of_row))]
+        columns += [pa.array(features[:, number][listed]) for number in range(market.num_features)]
+        columns.append(pa.array(closes[: len(dates)][listed]))
+        for ahead in market.labels:
+            label = forward_returns(closes, ahead)[: len(dates)].astype(np.float32)
+            label[dates + ahead >= market.num_dates] = np.nan
+            columns.append(pa.array(label[listed], from_pandas=True))  # NaN, not yet known, becomes null
+        yield pa.Table.from_arrays(columns, schema=schema)
 
 
-def _labels(market: Market, first: int, num_dates: int, returns: NDArray[np.float64]) -> Iterator[_Floats]:
-    """The label of each horizon, (num_dates, num_assets), for the dates from ``first`` on."""
-    total = np.zeros((num_dates, market.num_assets))
-    for ahead in range(1, market.labels[-1] + 1):
-        total += returns[ahead : ahead + num_dates]
-        if ahead in market.labels:
-            label = np.expm1(total).astype(np.float32)
-            label[max(market.num_dates - ahead - first, 0) :] = np.nan
-            yield label
-
-
-def _numbers(market: Market, first: int, num_dates: int) -> tuple[_Floats, NDArray[np.float64]]:
-    """Features (num_dates, num_features, num_assets) from date ``first`` on, and the log returns of these dates.
-
-    The returns, (num_dates + longest horizon, num_assets), go on past the last date, as far as its labels look ahead.
-    Their signal needs ``f00`` of the dates before and after.
-    """
-    num_returns = num_dates + market.labels[-1]
-    features = _normal(market, _FEATURES, first, num_dates, market.num_features, market.num_assets)
+def _returns(market: Market, first: int, num_dates: int) -> NDArray[np.float64]:
+    """The log returns of the dates from ``first`` on, (num_dates, num_assets)."""
     # The signal behind a date's return ends on the date before. The first numbers of a date's stream are its f00.
-    history = _normal(market, _FEATURES, first - SIGNAL_DATES, num_returns + SIGNAL_DATES - 1, market.num_assets)
-    shocks = _normal(market, _NOISE, first, num_returns, market.num_assets)
+    history = _normal(market, _FEATURES, first - SIGNAL_DATES, num_dates + SIGNAL_DATES - 1, market.num_assets)
     returns = market.loading * planted_signal(history).astype(np.float64)
-    returns += math.sqrt(1 - market.loading**2) * shocks
+    returns += math.sqrt(1 - market.loading**2) * _normal(market, _NOISE, first, num_dates, market.num_assets)
     returns *= market.volatility
-    return features, returns
+    return returns

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -53,12 +53,6 @@ class ColumnParams(config.Settings):
     date: str = Field("date", min_length=1, description="the column of dates")
     asset: str = Field("code", min_length=1, description="the column of asset codes")
 
-    @model_validator(mode="after")
-    def _columns_are_two(self) -> ColumnParams:
-        if self.date == self.asset:
-            raise ValueError(f"date and asset both name the column {self.date}")
-        return self
-
 
 class DataParams(config.Settings):
     """Where the panel comes from. A setting of a source that is not chosen is refused, unless it has its default."""
@@ -93,8 +87,6 @@ class DataParams(config.Settings):
         if self.source == "parquet":
             if not (self.path and self.features):
                 raise ValueError("source: parquet needs path and features")
-            if len(set(self.features)) < len(self.features):
-                raise ValueError(f"features {list(self.features)} name one twice")
             if self.volume is not None and self.close is None:
                 raise ValueError("volume needs close: volumes are checked with the closing prices")
             missing = [horizon for horizon in self.labels if horizon not in self.targets]
@@ -151,38 +143,24 @@ def check_data(data: DataParams) -> None:
             market_of(data)
     else:
         columns = data.columns
-        named = {"columns.date": [columns.date], "columns.asset": [columns.asset], "features": data.features}
-        named |= {f"targets.{days}": [name] for days, name in data.targets.items()}
-        named |= {name: [one] for name in ("close", "volume", "sector") if (one := getattr(data, name)) is not None}
-        check_columns(data, named)
-
-
-def check_columns(data: DataParams, named: Mapping[str, Iterable[str]]) -> None:
-    """Refuse columns that a file does not have once, by the setting that names them; and texts for numbers."""
-    with naming("data.path"):
-        schemas = list(_rows(data).schemas())
-    for path, schema in schemas:
-        for setting, name in ((setting, name) for setting, names in named.items() for name in names):
-            key, fields = f"--set params.data.{setting}=...", schema.get_all_field_indices(name)
-            if len(fields) != 1:
+        named = [("columns.date", columns.date), ("columns.asset", columns.asset)]
+        named += [("features", name) for name in data.features]
+        named += [(f"targets.{days}", name) for days, name in data.targets.items()]
+        named += [(name, one) for name in ("close", "volume", "sector") if (one := getattr(data, name)) is not None]
+        with naming("data.path"):
+            schemas = list(_rows(data).schemas())
+        for (path, schema), (setting, name) in itertools.product(schemas, named):
+            if (number := len(schema.get_all_field_indices(name))) != 1:
                 raise ConfigError(
-                    f"{path} has {len(fields)} columns named '{name}'.",
+                    f"{path} has {number} columns named '{name}'.",
                     rule=f"params.data.{setting} names a column that each file has once.",
-                    remedy=f"{nearest(name, schema.names)}; {key}",
-                )
-            kind = schema.field(fields[0]).type
-            is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind)
-            if is_text and not setting.startswith(("columns", "sector")):
-                raise ConfigError(
-                    f"column '{name}' of {path} has the type {kind}.",
-                    rule="features, targets, prices and volumes are numbers.",
-                    remedy=f"convert the column, or name another: {key}",
+                    remedy=f"{nearest(name, schema.names)}; --set params.data.{setting}=...",
                 )
 
 
 def possible_dates(data: DataParams) -> tuple[npt.NDArray[np.datetime64], int]:
     """Return the dates that may be split, of which a panel's usable ones are a part; and the most assets on a date."""
-    after = max(data.horizons)  # what is made here knows no return beyond the last date
+    after = max(data.horizons)  # no return beyond the last date is known here
     if data.source == "prices":
         known = prices.read_prices()
         first, stop = prices.span_of(known, data.start, data.end, data.labels)
@@ -233,13 +211,7 @@ def fingerprint(data: DataParams) -> str:
         return prices.prices_fingerprint()
     if data.source == "generated":
         return config.fingerprint(asdict(market_of(data)))
-    assert data.path is not None  # checked by DataParams
-    files = sorted(path for path in data.path.iterdir() if path.is_file()) if data.path.is_dir() else [data.path]
-    digest = hashlib.sha256()
-    for path in files:
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    return _rows(data).content_digest(date=data.columns.date, asset=data.columns.asset, numbers=data.features)
 
 
 def prepare_folds(

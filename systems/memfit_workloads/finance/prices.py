@@ -23,6 +23,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from memfit.errors import DataError
+from memfit_workloads.finance._matrices import forward_returns
 
 FEATURES: Final = ("return_1", "return_5", "return_20", "volatility_20", "distance_high_60")
 #: The sector of each ticker of the file, as S&P Dow Jones and MSCI class them (GICS).
@@ -85,9 +86,8 @@ def daily_features(start: date | str, end: date | str, horizons: Sequence[int]) 
         "close": pa.array(known[first:].ravel()),
     }
     for horizon in horizons:
-        targets = np.full((stop - first, len(prices.codes)), np.nan)
-        targets[:-horizon] = known[first + horizon :] / known[first:-horizon] - 1
-        columns[f"target_h{horizon}"] = pa.array(targets.ravel().astype(np.float32), from_pandas=True)
+        targets = forward_returns(known, horizon)[first:].ravel().astype(np.float32)
+        columns[f"target_h{horizon}"] = pa.array(targets, from_pandas=True)
     return pa.table(columns)
 
 
@@ -116,22 +116,19 @@ def features_of(closes: _Floats) -> _Floats:
     dates.
     """
     features = np.full((*closes.shape, len(FEATURES)), np.nan)
-    num_dates = len(closes)
-    if num_dates < HISTORY_DATES:
+    if len(closes) < HISTORY_DATES:
         return features
     begin = HISTORY_DATES - 1
-    for number, span in enumerate((1, 5, 20)):
-        features[begin:, :, number] = closes[begin:] / closes[begin - span : num_dates - span] - 1
+    found = [closes[begin:] / closes[begin - span : -span] - 1 for span in (1, 5, 20)]
     # Windows, not running sums: a rounding error of the past would leak from date to date.
     daily = closes[begin - 19 :] / closes[begin - 20 : -1] - 1
-    features[begin:, :, 3] = sliding_window_view(daily, 20, axis=0).std(axis=-1)
-    features[begin:, :, 4] = closes[begin:] / sliding_window_view(closes, HISTORY_DATES, axis=0).max(axis=-1) - 1
-    known = features[begin:]
+    found.append(sliding_window_view(daily, 20, axis=0).std(axis=-1))
+    found.append(closes[begin:] / sliding_window_view(closes, HISTORY_DATES, axis=0).max(axis=-1) - 1)
+    known = np.stack(found, axis=-1)
     known -= known.mean(axis=1, keepdims=True)
     spread = known.std(axis=1, keepdims=True)
     # Equal values leave a spread of rounding errors, which would be blown up to 1.
-    np.divide(known, spread, out=known, where=spread > 1e-12)
-    known[np.broadcast_to(spread <= 1e-12, known.shape)] = 0.0
+    features[begin:] = np.divide(known, spread, out=np.zeros_like(known), where=spread > 1e-12)
     return features
 
 

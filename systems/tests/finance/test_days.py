@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.feather
 import pytest
 
-from memfit.errors import DataError, UsageError
+from memfit.errors import DataError
 from memfit_workloads.finance import (
     Scores,
     evaluate_days,
@@ -44,32 +44,33 @@ def made(num_dates: int = 6, num_assets: int = 10, first: str = "2024-01-01", se
 
 def test_each_column_is_its_metric() -> None:
     scores = made()
-    days = evaluate_days(scores, horizons=[1, 5], k=3, num_quantiles=4, fold=2)
+    days = evaluate_days(scores, horizons=[1, 5], k_ratio=0.3)
     assert days.column_names[:3] == ["fold", "date", "num_assets"]
     assert len(days.column_names) == 3 + 2 * 5
-    assert days.column("fold").to_pylist() == [2] * 6
     assert days.column("date")[0].as_py() == datetime.date(2024, 1, 1)
     assert days.column("num_assets").to_pylist() == [9, 10, 10, 10, 10, 10]
     for h in (1, 5):
         pair = scores.of(f"score_h{h}"), scores.of(f"target_h{h}")
+        precision, random = precision_at_k(*pair, k_ratio=0.3), positive_rate(*pair)
         for name, expected in {
             "rank_ic": rank_ic(*pair),
-            "p_at_k_pos": precision_at_k(*pair, k=3),
-            "random_p_at_k_pos": positive_rate(*pair),
-            "delta_p_at_k_pos": precision_at_k(*pair, k=3) - positive_rate(*pair),
-            "spread": quantile_spread(*pair, num_quantiles=4),
+            "p_at_k_pos": precision,
+            "random_p_at_k_pos": random,
+            "delta_p_at_k_pos": precision - random,
+            "spread": quantile_spread(*pair),
         }.items():
             np.testing.assert_array_equal(days.column(f"h{h}_{name}").to_numpy(), expected)
     assert np.isnan(days.column("h5_rank_ic").to_numpy()).tolist() == [False] * 4 + [True] * 2
+    with pytest.raises(DataError, match="no score_h20"):
+        evaluate_days(scores, horizons=[20], k_ratio=0.3)
 
 
 def test_folds_are_put_together_by_date_and_may_share_dates() -> None:
     folds = {2: made(4, first="2024-01-01", seed=2), 1: made(4, first="2024-01-03", seed=1)}
     days = evaluate_folds(folds, horizons=[1], k_ratio=0.2)
     assert days.column("fold").to_pylist() == [2, 2, 1, 2, 1, 2, 1, 1]
-    alone = evaluate_days(folds[1], horizons=[1], k_ratio=0.2, fold=1)
-    of_first = days.filter(pa.compute.equal(days.column("fold"), 1))
-    assert of_first.equals(alone)
+    of_first = days.filter(pa.compute.equal(days.column("fold"), 1)).drop_columns("fold")
+    assert of_first.equals(evaluate_days(folds[1], horizons=[1], k_ratio=0.2).drop_columns("fold"))
 
 
 def test_tables_of_folds_are_read_and_their_universe_is_that_of_all() -> None:
@@ -78,36 +79,23 @@ def test_tables_of_folds_are_read_and_their_universe_is_that_of_all() -> None:
         rows = {"date": [datetime.date(2024, 1, 2)] * 3, "code": list(codes), "score_h1": scores}
         return pa.table(rows | {"target_h1": [0.1, -0.1, 0.2]})
 
-    both = evaluate_folds({1: table("ABC", None), 2: table("ABD", 3.0)}, horizons=[1], k=1)
-    assert description(both)["num_codes"] == 3  # C was never scored
-    same = evaluate_folds({1: table("DBA", 3.0)}, horizons=[1], k=1)
-    assert description(same)["universe"] == description(both)["universe"]
-    other = evaluate_folds({1: table("ABC", 3.0)}, horizons=[1], k=1)
-    assert description(other)["universe"] != description(both)["universe"]
-    assert {key: description(other)[key] for key in ("k", "k_ratio", "num_quantiles")} == {
-        "k": 1,
-        "k_ratio": None,
-        "num_quantiles": 5,
-    }
-
-
-def test_what_is_missing_is_refused() -> None:
-    with pytest.raises(DataError, match="no score_h20"):
-        evaluate_days(made(), horizons=[20], k=3)
-    with pytest.raises(UsageError, match="exactly one"):
-        evaluate_days(made(), horizons=[1])
+    both = description(evaluate_folds({1: table("ABC", None), 2: table("ABD", 3.0)}, horizons=[1], k_ratio=0.2))
+    assert (both["num_codes"], both["k_ratio"]) == (3, 0.2)  # C was never scored
+    for codes in ("DBA", "ABC"):
+        alone = description(evaluate_folds({1: table(codes, 3.0)}, horizons=[1], k_ratio=0.2))
+        assert (alone == both) == (codes == "DBA")
 
 
 @pytest.mark.proves("S0-37")
 def test_a_day_of_random_scores_has_a_lift_of_zero_in_the_mean() -> None:
-    days = evaluate_days(made(2000, 40), horizons=[1], k=5)
+    days = evaluate_days(made(2000, 40), horizons=[1], k_ratio=0.1)
     lift = days.column("h1_delta_p_at_k_pos").to_numpy()
     assert abs(lift.mean()) < 4 * lift.std() / math.sqrt(len(lift))
 
 
 @pytest.mark.proves("S2-22")
 def test_each_metric_is_summarised_with_the_standard_error_of_its_horizon() -> None:
-    days = evaluate_days(made(200, 20), horizons=[1, 5], k=5)
+    days = evaluate_days(made(200, 20), horizons=[1, 5], k_ratio=0.2)
     found = summarize_days(days)
     assert list(found) == days.column_names[3:]
     for horizon in (1, 5):
@@ -115,7 +103,7 @@ def test_each_metric_is_summarised_with_the_standard_error_of_its_horizon() -> N
         assert found[f"h{horizon}_rank_ic"] == expected
         assert expected.standard_error > 0
     assert (found["h5_rank_ic"].num_dates, found["h5_rank_ic"].num_undefined) == (198, 2)
-    twice = evaluate_folds({1: made(200, 20), 2: made(200, 20)}, horizons=[1, 5], k=5)
+    twice = evaluate_folds({1: made(200, 20), 2: made(200, 20)}, horizons=[1, 5], k_ratio=0.2)
     assert summarize_days(twice)["h5_rank_ic"] == found["h5_rank_ic"]
     named = days.rename_columns([name.replace("h5_", "") for name in days.column_names])
     assert math.isnan(summarize_days(named)["rank_ic"].standard_error)
@@ -123,7 +111,7 @@ def test_each_metric_is_summarised_with_the_standard_error_of_its_horizon() -> N
 
 def test_a_table_in_a_folder_or_its_results_keeps_what_it_was_evaluated_with(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/stage_backtest").mkdir(parents=True)
-    for name, k in (("checkpoints/stage_backtest/days.feather", 3), ("days.feather", 4)):
-        pyarrow.feather.write_feather(evaluate_days(made(), horizons=[1], k=k), tmp_path / name)
-        assert description(read_days(tmp_path))["k"] == k  # the folder's own goes before its results'
-    assert description(read_days(tmp_path / "checkpoints/stage_backtest"))["k"] == 3
+    for name, k_ratio in (("checkpoints/stage_backtest/days.feather", 0.3), ("days.feather", 0.4)):
+        pyarrow.feather.write_feather(evaluate_days(made(), horizons=[1], k_ratio=k_ratio), tmp_path / name)
+        assert description(read_days(tmp_path))["k_ratio"] == k_ratio  # the folder's own goes before its results'
+    assert description(read_days(tmp_path / "checkpoints/stage_backtest"))["k_ratio"] == 0.3

@@ -92,21 +92,23 @@ def test_every_field_goes_into_json() -> None:
     assert (written["effect"], written["lower"], written["num_dates"]) == (found.test.mean, found.test.lower, 240)
 
 
-def made(num_assets: int, k: int, seed: int = 0) -> pa.Table:
+def made(num_assets: int, k_ratio: float, seed: int = 0) -> pa.Table:
     rng = np.random.default_rng(seed)
     dates = np.datetime64("2024-01-01", "D") + np.arange(100)
     values = {name: rng.standard_normal((100, num_assets)) for name in ("score_h5", "target_h5")}
-    return evaluate_days(Scores(dates, tuple(f"A{i:03d}" for i in range(num_assets)), values), horizons=[5], k=k)
+    return evaluate_days(
+        Scores(dates, tuple(f"A{i:03d}" for i in range(num_assets)), values), horizons=[5], k_ratio=k_ratio
+    )
 
 
 def test_tables_that_were_evaluated_otherwise_are_refused() -> None:
-    assert decide(made(20, 5), made(20, 5, seed=1), METRIC, 5).test.num_dates == 100
-    with pytest.raises(DataError, match="A was evaluated with k 5, and B with 4"):
-        decide(made(20, 5), made(20, 4), METRIC, 5)
+    assert decide(made(20, 0.2), made(20, 0.2, seed=1), METRIC, 5).test.num_dates == 100
+    with pytest.raises(DataError, match=r"A was evaluated with k_ratio 0\.2, and B with 0\.1"):
+        decide(made(20, 0.2), made(20, 0.1), METRIC, 5)
     with pytest.raises(DataError, match="A was evaluated with num_codes 20, and B with 21"):
-        decide(made(20, 5), made(21, 5), METRIC, 5)
-    unknown = made(21, 4).replace_schema_metadata(None)
-    assert decide(made(20, 5), unknown, METRIC, 5).test.num_dates == 100
+        decide(made(20, 0.2), made(21, 0.2), METRIC, 5)
+    unknown = made(21, 0.1).replace_schema_metadata(None)
+    assert decide(made(20, 0.2), unknown, METRIC, 5).test.num_dates == 100
 
 
 def test_too_few_dates_are_refused_with_their_number() -> None:

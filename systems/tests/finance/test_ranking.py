@@ -1,64 +1,81 @@
-"""The metrics of a date beside brute force and alphalens."""
+"""The metrics of a date beside scipy, brute force and alphalens."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import warnings
 
 import numpy as np
 import pytest
+import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from memfit.errors import DataError, UsageError
-from memfit_workloads.finance import positive_rate, precision_at_k, quantile_spread
+from memfit_workloads.finance import positive_rate, precision_at_k, quantile_spread, rank_ic, summarize
 
 NAN = math.nan
 
 
 @st.composite
-def score_and_target_pairs(draw: st.DrawFn, max_assets: int = 6) -> tuple[np.ndarray, np.ndarray]:
+def pairs(draw: st.DrawFn, values: tuple[float, ...], max_assets: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scores and targets of few distinct values, which make ties; NaN makes absent assets."""
     shape = (draw(st.integers(1, 3)), draw(st.integers(1, max_assets)))
-    # Few distinct values make ties; NaN makes absent assets.
-    scores = hnp.arrays(np.float64, shape, elements=st.sampled_from([-2.0, 0.5, 1.0, 3.0, NAN]))
-    targets = hnp.arrays(np.float64, shape, elements=st.sampled_from([-0.5, -0.25, 0.0, 0.25, 0.5, NAN]))
-    return draw(scores), draw(targets)
+    arrays = hnp.arrays(draw(st.sampled_from([np.float32, np.float64])), shape, elements=st.sampled_from(values))
+    return draw(arrays), draw(arrays)
 
 
-def mean_over_orders(scores: np.ndarray, targets: np.ndarray, figure) -> float:
+def by_date(pair, figure, least: int) -> np.ndarray:
+    """A figure of each date's assets that have both, NaN where fewer do."""
+    both = ~(np.isnan(pair[0]) | np.isnan(pair[1]))
+    rows = zip(*pair, both, strict=True)
+    return np.array([figure(score[on], target[on]) if on.sum() >= least else NAN for score, target, on in rows])
+
+
+def over_orders(figure):
     """The mean of a figure of the targets in descending order of scores, over all orders of equal scores."""
-    figures = []
-    for order in itertools.permutations(range(len(scores))):
-        if all(scores[a] >= scores[b] for a, b in itertools.pairwise(order)):
-            figures.append(figure(targets[list(order)]))
-    return float(np.mean(figures))
+
+    def mean(scores: np.ndarray, targets: np.ndarray) -> float:
+        orders = map(list, itertools.permutations(range(len(scores))))
+        return float(np.mean([figure(targets[one]) for one in orders if (np.diff(scores[one]) <= 0).all()]))
+
+    return mean
 
 
-def by_brute_force(pair, figure, *, least):
-    result = []
-    for score, target in zip(*pair, strict=True):
-        both = ~(np.isnan(score) | np.isnan(target))
-        result.append(mean_over_orders(score[both], target[both], figure) if both.sum() >= least else NAN)
-    return np.array(result)
+def spearman(scores: np.ndarray, targets: np.ndarray) -> float:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", scipy.stats.ConstantInputWarning)  # then it is undefined
+        return scipy.stats.spearmanr(scores, targets).statistic
+
+
+@settings(max_examples=200, deadline=None)
+@given(pairs((-math.inf, -1.5, 0.0, -0.0, 1e-30, 0.25, 2.0, math.inf, NAN), 12))
+def test_the_rank_ic_equals_scipys_spearman_with_ties_and_absent_assets(pair) -> None:
+    np.testing.assert_allclose(rank_ic(*pair), by_date(pair, spearman, 2), atol=1e-12)
+
+
+def test_the_rank_ic_of_many_dates_in_several_blocks_is_that_of_each() -> None:
+    rng = np.random.default_rng(0)
+    scores, targets = rng.standard_normal((60, 50)).astype(np.float32), rng.standard_normal((60, 50)).round(1)
+    scores[rng.random(scores.shape) < 0.2] = np.nan
+    whole = rank_ic(scores, targets)
+    np.testing.assert_allclose(whole, by_date((scores, targets), spearman, 2), atol=1e-12)
+    many = np.tile(scores, (100, 1)), np.tile(targets, (100, 1))  # 300,000 cells are two blocks
+    assert rank_ic(*many).tolist() == np.tile(whole, 100).tolist()
 
 
 @settings(max_examples=60, deadline=None)
-@given(score_and_target_pairs(), st.integers(1, 4))
-def test_precision_is_the_mean_over_all_orders_of_equal_scores(pair, k: int) -> None:
-    expected = by_brute_force(pair, lambda targets: (targets[:k] > 0).mean(), least=k)
-    np.testing.assert_allclose(precision_at_k(*pair, k=k), expected, atol=1e-12)
+@given(pairs((-2.0, -0.25, 0.0, 0.5, 1.0, NAN), 6), st.sampled_from([0.2, 0.5, 1.0]))
+def test_precision_and_spread_are_means_over_all_orders_of_equal_scores(pair, k_ratio: float) -> None:
+    def precision(targets: np.ndarray) -> float:
+        return (targets[: max(1, math.floor(k_ratio * len(targets) + 0.5))] > 0).mean()
 
-
-@settings(max_examples=60, deadline=None)
-@given(score_and_target_pairs(), st.integers(2, 3))
-def test_the_spread_is_the_mean_over_all_orders_of_equal_scores(pair, num_quantiles: int) -> None:
-    def spread(targets: np.ndarray) -> float:
-        size = len(targets) // num_quantiles
-        return targets[:size].mean() - targets[-size:].mean()
-
-    expected = by_brute_force(pair, spread, least=num_quantiles)
-    np.testing.assert_allclose(quantile_spread(*pair, num_quantiles=num_quantiles), expected, atol=1e-12)
+    expected = by_date(pair, over_orders(precision), 1)
+    np.testing.assert_allclose(precision_at_k(*pair, k_ratio=k_ratio), expected, atol=1e-6)
+    expected = by_date(pair, over_orders(lambda targets: targets[0] - targets[-1]), 5)
+    np.testing.assert_allclose(quantile_spread(*pair), expected, atol=1e-6)
 
 
 def test_the_spread_equals_alphalens_where_the_groups_divide() -> None:
@@ -79,49 +96,35 @@ def test_the_spread_equals_alphalens_where_the_groups_divide() -> None:
     np.testing.assert_allclose(quantile_spread(scores, targets), spread.to_numpy(), atol=1e-12)
 
 
-def test_random_scores_have_no_spread() -> None:
-    rng = np.random.default_rng(2)
-    targets = rng.standard_normal((4000, 30)) + rng.standard_normal((4000, 1))  # whole days go up or down
-    scores = rng.standard_normal(targets.shape)
-    figure = quantile_spread(scores, targets)
-    assert abs(figure.mean()) < 4 * figure.std() / math.sqrt(len(figure))
-    assert figure.std() > 0.01
-
-
-def test_a_ratio_selects_of_the_assets_that_are_eligible_on_the_date() -> None:
-    scores = [[6, 5, 4, 3, 2, 1], [6, 5, 4, NAN, NAN, NAN], [6, NAN, NAN, NAN, NAN, NAN]]
-    targets = [[1, 1, -1, -1, -1, -1], [1, -1, -1, 1, 1, 1], [1.0] * 6]
-    # A quarter of 6 is 1.5, rounded up to 2; of 3 it is 0.75, rounded to 1; of 1 it is at least 1.
-    np.testing.assert_allclose(precision_at_k(scores, targets, k_ratio=0.25), [1.0, 1.0, 1.0])
-    np.testing.assert_allclose(precision_at_k(scores, targets, k_ratio=0.5), [2 / 3, 0.5, 1.0])
-
-
-def test_what_cannot_be_selected_is_undefined() -> None:
-    scores, targets = [[2, 1, NAN], [NAN] * 3], [[0.1, -0.1, 0.2], [0.1] * 3]
-    np.testing.assert_allclose(precision_at_k(scores, targets, k=2), [0.5, NAN])
-    assert np.isnan(precision_at_k(scores, targets, k=3)).all()
-    assert np.isnan(quantile_spread(scores, targets, num_quantiles=3)).all()
-    np.testing.assert_allclose(positive_rate(scores, targets), [0.5, NAN])
-    for metric in (positive_rate, quantile_spread):
-        assert metric(np.empty((0, 4)), np.empty((0, 4))).shape == (0,)
-        assert np.isnan(metric(np.empty((2, 0)), np.empty((2, 0)))).all()
-
-
 def test_a_return_of_zero_is_not_positive() -> None:
-    assert precision_at_k([[2, 1]], [[0.0, 0.1]], k=1).tolist() == [0.0]
+    assert precision_at_k([[2, 1]], [[0.0, 0.1]], k_ratio=0.5).tolist() == [0.0]
     assert positive_rate([[2, 1]], [[0.0, 0.1]]).tolist() == [0.5]
 
 
-@pytest.mark.parametrize("size", [{}, {"k": 1, "k_ratio": 0.5}, {"k": 0}, {"k_ratio": 0.0}, {"k_ratio": 1.5}])
-def test_a_size_that_says_nothing_or_too_much_is_refused(size) -> None:
-    with pytest.raises(UsageError, match="exactly one"):
-        precision_at_k([[1.0]], [[1.0]], **size)
+@pytest.mark.parametrize(
+    "metric", [rank_ic, positive_rate, quantile_spread, lambda *pair: precision_at_k(*pair, k_ratio=0.2)]
+)
+def test_what_is_undefined_is_nan_and_other_shapes_are_refused(metric) -> None:
+    assert metric(np.empty((0, 4)), np.empty((0, 4))).shape == (0,)
+    assert np.isnan(metric(np.empty((2, 0)), np.empty((2, 0)))).all()
+    assert np.isnan(metric([[2.0, NAN]], [[NAN, 1.0]])).all()
+    for other in (np.zeros((3, 2)), np.zeros(3)):
+        with pytest.raises(DataError, match="takes two arrays of one shape"):
+            metric(np.zeros((2, 3)), other)
 
 
-def test_shapes_infinite_returns_and_one_quantile_are_refused() -> None:
-    with pytest.raises(DataError, match=r"positive_rate takes two arrays"):
-        positive_rate(np.zeros((2, 3)), np.zeros((3, 2)))
+def test_infinite_returns_and_shares_out_of_range_are_refused() -> None:
     with pytest.raises(DataError, match="1 targets are infinite"):
-        quantile_spread([[1.0, 2.0]], [[math.inf, 0.1]], num_quantiles=2)
-    with pytest.raises(UsageError, match="num_quantiles is 1"):
-        quantile_spread([[1.0, 2.0]], [[0.2, 0.1]], num_quantiles=1)
+        quantile_spread([[1.0, 2.0]], [[math.inf, 0.1]])
+    for k_ratio in (0.0, 1.5):
+        with pytest.raises(UsageError, match="k_ratio is"):
+            precision_at_k([[1.0]], [[1.0]], k_ratio=k_ratio)
+
+
+def test_a_summary_of_no_or_one_date_or_of_equal_dates_has_no_icir() -> None:
+    nothing = summarize([])
+    assert (nothing.num_dates, nothing.num_undefined, math.isnan(nothing.mean)) == (0, 0, True)
+    assert math.isnan(summarize([0.3]).sd)
+    assert math.isnan(summarize([0.3]).icir)
+    assert math.isnan(summarize([0.1, 0.1, 0.1]).icir)
+    assert summarize([0.1, 0.1, 0.1]).sd == 0

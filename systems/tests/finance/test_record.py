@@ -48,17 +48,12 @@ def test_the_p_value_is_corrected_by_those_on_record(tmp_path: Path) -> None:
     assert again.adjusted_p_value > again.test.p_value
 
 
-def test_a_line_says_what_was_compared(tmp_path: Path) -> None:
+def test_a_line_says_what_was_compared_and_one_that_a_kill_cut_short_is_written_over(tmp_path: Path) -> None:
     path = tmp_path / "comparisons.jsonl"
     found = compare(path, days(0), days(1), names=("new", "old"))
     line = json.loads(path.read_text())
     assert (line["a"], line["b"], line["metric"], line["verdict"]) == ("new", "old", "h1_rank_ic", found.verdict)
     assert line["time"].endswith("+00:00")
-
-
-def test_a_line_that_a_kill_cut_short_is_written_over(tmp_path: Path) -> None:
-    path = tmp_path / "comparisons.jsonl"
-    compare(path, days(0), days(1))
     with open(path, "a") as file:
         file.write('{"key": "abc", "p_v')
     assert compare(path, days(0), days(2)).num_comparisons == 2
@@ -120,12 +115,9 @@ def test_the_record_of_a_data_set_is_the_same_in_every_folder_and_the_user_s_own
     assert record_of(a, b, "h1_rank_ic").parent == tmp_path / ".local" / "state" / "memfit" / "comparisons"
 
 
-def test_tables_that_do_not_name_their_data_share_a_record_by_the_dates_of_the_baseline() -> None:
+def test_tables_without_a_name_of_their_data_share_a_record_by_the_baselines_dates_and_a_name_is_no_path() -> None:
     old = days(0)
     assert record_of(days(1).slice(5), old, "h1_rank_ic") == record_of(days(2), old, "h1_rank_ic")
     assert record_of(days(1), old.slice(1), "h1_rank_ic") != record_of(days(1), old, "h1_rank_ic")
-
-
-def test_a_name_of_data_in_a_table_from_elsewhere_is_no_path(tmp_path: Path) -> None:
-    folder = record_of(days(0), "random", "h1_rank_ic").parent
-    assert record_of(of_data(days(0), "../../outside"), "random", "h1_rank_ic").parent == folder
+    folder = record_of(old, "random", "h1_rank_ic").parent
+    assert record_of(of_data(old, "../../outside"), "random", "h1_rank_ic").parent == folder

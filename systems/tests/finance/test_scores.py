@@ -58,7 +58,7 @@ def test_a_date_and_code_that_come_twice_are_named() -> None:
         ({"code": ["A", None]}, "1 of 2 rows have no code"),
         ({"date": [DAY, None]}, "1 of 2 rows have no date"),
         ({"date": ["2024-01-02", "soon"]}, "column 'date' holds text that is no date"),
-        ({"date": [1.5, 2.5]}, "dates is of type double"),
+        ({"date": [1.5, 2.5]}, "date is of type double"),
         ({"score_h5": [0.1, math.inf]}, "score_h5 is infinite in 1 of 2 rows, first on 2024-01-02, A"),
         ({"score_h5": ["x", "y"]}, "score_h5 is of type string"),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import datetime
 import gzip
-import hashlib
 import importlib.util
 import statistics
 import subprocess
@@ -18,21 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import DataError
-from memfit_workloads.finance.prices import FEATURES, daily_features, features_of, prices_fingerprint
+from memfit_workloads.finance.prices import FEATURES, daily_features, features_of
 
 
 @pytest.fixture(scope="module")
-def raw_path() -> Path:
-    spec = importlib.util.find_spec("skfolio")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent / "datasets/data/sp500_dataset.csv.gz"
-
-
-@pytest.fixture(scope="module")
-def raw(raw_path: Path) -> list[dict[str, str]]:
+def raw() -> list[dict[str, str]]:
     """The file read by other means: the standard library's gzip and csv."""
-    with gzip.open(raw_path, "rt") as file:
+    spec = importlib.util.find_spec("skfolio")
+    with gzip.open(Path(spec.origin).parent / "datasets/data/sp500_dataset.csv.gz", "rt") as file:
         return list(csv.DictReader(file))
 
 
@@ -66,35 +58,24 @@ def test_features_and_target_are_what_the_raw_file_gives_by_hand(
     assert row["close"] == close(code, 0)
 
 
-def test_the_rows_are_every_trading_day_and_asset_between_the_dates_in_order(raw: list[dict[str, str]]) -> None:
-    table = daily_features(datetime.date(2015, 3, 1), "2015-06-30", horizons=[2])
-    days = [row["Date"] for row in raw if "2015-03-01" <= row["Date"] <= "2015-06-30"]
+def test_the_rows_are_every_trading_day_and_asset_from_the_first_with_a_full_history_on_in_order(raw) -> None:
+    table = daily_features(datetime.date(1980, 3, 1), "1990-06-30", horizons=[2])
+    days = [row["Date"] for row in raw[59:] if row["Date"] <= "1990-06-30"]
     codes = sorted(name for name in raw[0] if name != "Date")
     assert table.column_names == ["date", "code", *FEATURES, "close", "target_h2"]
     assert [(str(row["date"]), row["code"]) for row in table.to_pylist()] == [(d, c) for d in days for c in codes]
 
 
-def test_only_the_dates_whose_label_ends_after_the_last_date_have_no_target() -> None:
-    table = daily_features("2015-01-01", "2015-12-31", horizons=[1, 7])
+def test_a_later_end_resolves_the_labels_that_end_after_the_earlier_one_and_changes_nothing_else() -> None:
+    early = daily_features("2015-01-01", "2015-06-30", horizons=[1, 7])
+    late = daily_features("2015-01-01", "2015-12-31", horizons=[1, 7]).slice(0, early.num_rows)
     for horizon in (1, 7):
-        missing = np.isnan(table.column(f"target_h{horizon}").to_numpy().reshape(-1, 20))
-        assert missing.all(axis=1).tolist() == [False] * (252 - horizon) + [True] * horizon
-        assert missing.sum() == horizon * 20
-
-
-def test_a_later_end_resolves_labels_and_changes_nothing_else() -> None:
-    early = daily_features("2015-01-01", "2015-06-30", horizons=[5])
-    late = daily_features("2015-01-01", "2015-12-31", horizons=[5]).slice(0, early.num_rows)
-    assert late.drop_columns("target_h5") == early.drop_columns("target_h5")
-    early_target, late_target = early.column("target_h5").to_numpy(), late.column("target_h5").to_numpy()
-    assert not np.isnan(late_target).any()
-    resolved = ~np.isnan(early_target)
-    assert (early_target[resolved] == late_target[resolved]).all()
-
-
-def test_the_first_rows_are_on_the_first_date_with_a_full_history(raw: list[dict[str, str]]) -> None:
-    first = daily_features("1980-01-01", "1990-12-31", horizons=[5]).column("date")[0].as_py()
-    assert str(first) == raw[59]["Date"]
+        before, after = (table.column(f"target_h{horizon}").to_numpy() for table in (early, late))
+        assert np.isnan(before[-20 * horizon :]).all()
+        assert not np.isnan(after).any()
+        assert (before[: -20 * horizon] == after[: -20 * horizon]).all()
+    targets = ["target_h1", "target_h7"]
+    assert late.drop_columns(targets) == early.drop_columns(targets)
 
 
 @settings(max_examples=40, deadline=None)
@@ -111,17 +92,10 @@ def test_prices_after_a_date_change_no_feature_up_to_it(now: int, seed: int) -> 
         assert not np.array_equal(before[now + 1], after[now + 1])
 
 
-def test_a_date_of_equal_assets_has_features_of_zero() -> None:
+def test_a_date_of_equal_assets_has_features_of_zero_and_one_without_a_history_has_none() -> None:
     closes = np.repeat(np.exp(np.random.default_rng(0).normal(0, 0.02, 70).cumsum())[:, None], 3, axis=1)
     assert (features_of(closes)[59:] == 0).all()
-
-
-def test_too_short_a_history_has_no_features() -> None:
-    assert np.isnan(features_of(np.ones((59, 2)))).all()
-
-
-def test_the_fingerprint_is_the_hash_of_the_file(raw_path: Path) -> None:
-    assert prices_fingerprint() == hashlib.sha256(raw_path.read_bytes()).hexdigest()
+    assert np.isnan(features_of(closes[:59])).all()
 
 
 @pytest.mark.parametrize(

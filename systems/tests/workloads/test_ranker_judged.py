@@ -108,9 +108,9 @@ def test_real_prices_without_a_fault_have_no_finding(tmp_path, stocks):
         (lambda table: a_date_early(table, "return_20"), ["look_ahead_feature"], "return_20"),
         (with_price_error, ["price_jump"], "2015-05-28"),
         (with_ranks_for_volumes, ["volume_is_rank"], ""),
-        (lambda table: a_date_early(table, "target_h5"), ["target_shifted"], ""),
+        (lambda table: a_date_early(table, "target_h5"), ["wrong_target"], ""),
     ],
-    ids=["look_ahead", "look_ahead_of_20_dates", "price_100_times", "ranks_for_volumes", "target_shifted"],
+    ids=["look_ahead", "look_ahead_of_20_dates", "price_100_times", "ranks_for_volumes", "wrong_target"],
 )
 def test_a_planted_fault_alone_is_found_by_its_name_and_the_gate_is_red(tmp_path, stocks, plant, names, places):
     found = judged(tmp_path, plant(stocks))
