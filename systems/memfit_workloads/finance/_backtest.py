@@ -110,7 +110,7 @@ class BacktestInput:
             raise DataError(
                 f"dates are out of order, or dates or codes are not distinct: {what}.",
                 rule="a backtest walks through distinct dates in ascending order.",
-                remedy="sort by date and drop duplicates; check_market names them",
+                remedy="sort by date and drop duplicates",
             )
         if len(bad := np.argwhere((self.returns_1 < -1) | np.isinf(self.returns_1))):
             row, column = bad[0]

@@ -29,7 +29,7 @@ Verdict = Literal["A better", "B better", "no difference shown"]
 #: The ends of metrics that are 0 on average for random scores.
 _ZERO = ("_delta_p_at_k_pos", "_rank_ic", "_spread")
 _DATA = b"memfit_data"
-_HAVE_TO_AGREE = ("k", "k_ratio", "num_quantiles", "num_codes", "universe")
+_HAVE_TO_AGREE = ("k_ratio", "num_codes", "universe")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _refuse_unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
         if a.get(name) != b.get(name):
             raise DataError(
                 f"A was evaluated with {name} {a.get(name)}, and B with {b.get(name)}.",
-                rule="two day tables compare when they were evaluated with the same k, quantiles and assets.",
+                rule="two day tables compare when they were evaluated with the same share of assets, and the same assets.",
                 remedy="evaluate both with evaluate_folds, with the same of each",
             )
 
