@@ -90,6 +90,20 @@ def test_what_a_job_took_is_not_known_if_most_of_its_life_was_not_seen(tmp_path)
         assert (watch.status().peak_bytes > 0, watch.status().footprint is not None) == (is_known, is_known)
 
 
+@pytest.mark.root
+def test_what_a_short_job_took_after_the_last_look_is_known_by_its_group(tmp_path, memory_group):
+    group = JobGroup(memory_group(400 * MIB), 1)
+    program = "input(); open('file', 'wb').write(bytes(9 << 20)); bytearray(b'x') * (15 << 20); input()"
+    with subprocess.Popen([sys.executable, "-ISc", program], stdin=-1, cwd=tmp_path) as job:
+        first = group.state()
+        (group.path / "cgroup.procs").write_text(str(job.pid))
+        watch = Monitor(RunDir(tmp_path), ORDER, replace(here("cmd_0001"), pid=job.pid), group, first=first)
+        watch.observe()
+        job.communicate(b"\n\n")
+    watch.note_last_peak(0, group.state())
+    assert 15 * MIB <= watch.status().peak_bytes < 18 * MIB
+
+
 def test_a_checkpoint_counts_as_new_if_no_earlier_attempt_had_it(tmp_path):
     def save(attempt, *found):
         folder = tmp_path / "jobs/fold_1"
