@@ -265,7 +265,8 @@ class Monitor:
             self.last_peak_bytes = self.meter.burst_bytes()
         else:
             resident_bytes -= self.inherited_bytes + (self.sample.shared_bytes if self.sample else 0)
-            self.last_peak_bytes = min(resident_bytes, state.most_bytes) if state is not None else resident_bytes
+            most_bytes = state.charged_peak - state.cache_bytes if state is not None else resident_bytes
+            self.last_peak_bytes = min(resident_bytes, most_bytes)
         seen, began = self.sample.time if self.sample else 0.0, self.known.started or 0.0
         if self.last_peak_bytes <= 0 and state is None and 2 * seen < began + time.time():
             self.sample = None  # more than half of its life was not seen: what it took is not known

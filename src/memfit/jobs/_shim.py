@@ -257,7 +257,7 @@ class Shim:
         if self.group is None or state is None:
             return evidence, 0
         # A burst between two samples shows here alone; what is cache still was so all the time, or was no burst.
-        monitor.note_refusals(state, max(monitor.peak_bytes, state.most_bytes))
+        monitor.note_refusals(state, max(monitor.peak_bytes, state.charged_peak - state.cache_bytes))
         evidence |= {
             "group": self.group.name,
             "wall_bytes": state.wall_bytes,

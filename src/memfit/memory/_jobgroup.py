@@ -36,11 +36,6 @@ class GroupState:
     met_wall: int
     charged_peak: int = 0
 
-    @property
-    def most_bytes(self) -> int:
-        """The most that was charged beside what is page cache now."""
-        return self.charged_peak - self.cache_bytes
-
 
 @dataclass(frozen=True)
 class JobGroup:

@@ -390,9 +390,8 @@ def _taken(status: JobStatus, watch: _Watch, verdict: Mapping[str, Any] | None) 
         notes.append(f"not seen: phase {list_some(missing)}")
     return {
         "private": footprint.private_bytes,
-        "once": int(most["once"] * share),
-        "between": int(most["between"] * share),
         "ranks": most["ranks"],
+        **{name: int(most[name] * share) for name in ("once", "between")},
         "files": footprint.shared_bytes,
         "device": footprint.bytes_per_device,
         "phases": {name: peak.private_bytes for name, peak in footprint.phases.items()},
