@@ -13,7 +13,7 @@ from memfit.files import write_json
 from memfit.jobs import Growing, JobStatus, Monitor
 from memfit.memory import HOST, Budget, GroupState, JobGroup, Sample, read_series
 from memfit.rundir import Beat, EventWriter, RunDir, open_beats, read_events
-from memfit.units import GIB, MIB
+from memfit.units import MIB
 
 ORDER = {"phases": [], "num_devices": 0, "env": {}}
 
@@ -81,20 +81,27 @@ def test_the_cpu_time_of_a_running_job_counts_children_that_ended(tmp_path):
     assert watch.status().cpu_seconds >= sum(used[:4]) - 0.05 > 0
 
 
-def test_what_a_job_took_is_known_by_its_group_or_not_at_all_if_most_of_its_life_was_not_seen(tmp_path):
+def test_what_a_job_took_is_not_known_if_most_of_its_life_was_not_seen(tmp_path):
     watch = Monitor(RunDir(tmp_path), ORDER, here("cmd_0001"))
     watch.observe()
-    seen, bound = watch.sample.private_bytes, watch.sample.shared_bytes + 5 * GIB
-    for started, charged, peak in (
-        (watch.sample.time - 60, None, seen),
-        (watch.sample.time - 60, 2 * GIB, seen),
-        (watch.sample.time, 2 * GIB, 2 * GIB),
-        (watch.sample.time, 9 * GIB, 5 * GIB),
-        (watch.sample.time, None, 0),
-    ):
+    for started, is_known in ((watch.sample.time - 60, True), (watch.sample.time, False)):
         watch.note(started=started)
-        watch.note_last_peak(bound, charged, is_bound=True)
-        assert (watch.status().peak_bytes, watch.status().footprint is not None) == (peak, peak > 0)
+        watch.note_last_peak(0, None)
+        assert (watch.status().peak_bytes > 0, watch.status().footprint is not None) == (is_known, is_known)
+
+
+@pytest.mark.root
+def test_what_a_short_job_took_after_the_last_look_is_known_by_its_group(tmp_path, memory_group):
+    group = JobGroup(memory_group(400 * MIB), 1)
+    program = "input(); open('file', 'wb').write(bytes(9 << 20)); bytearray(b'x') * (15 << 20); input()"
+    with subprocess.Popen([sys.executable, "-ISc", program], stdin=-1, cwd=tmp_path) as job:
+        first = group.state()
+        (group.path / "cgroup.procs").write_text(str(job.pid))
+        watch = Monitor(RunDir(tmp_path), ORDER, replace(here("cmd_0001"), pid=job.pid), group, first=first)
+        watch.observe()
+        job.communicate(b"\n\n")
+    watch.note_last_peak(0, group.state())
+    assert 15 * MIB <= watch.status().peak_bytes < 18 * MIB
 
 
 def test_a_checkpoint_counts_as_new_if_no_earlier_attempt_had_it(tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import UsageError
-from memfit.memory import JobGroup, ProcReader, Rollup, Stat, Status, TreeMeter, measure
+from memfit.memory import GroupState, JobGroup, ProcReader, Rollup, Stat, Status, TreeMeter, measure
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs this machine's /proc")
 MIB = 1 << 20
@@ -254,7 +254,32 @@ def test_private_bytes_are_what_the_kernel_charges_for_forked_workers(child, mem
     assert sample.num_processes == 4
     assert sample.rss_bytes > 4 * 120 * MIB + 60 * MIB
     assert abs(sample.private_bytes - before - int(stat["total_rss"])) < 12 * MIB
-    assert meter.footprint().parts["charged_peak"] >= int(stat["total_rss"])
+
+
+@linux
+@pytest.mark.root
+def test_what_a_fork_copied_between_two_samples_is_in_its_peak_and_page_cache_is_not(child, memory_group, tmp_path):
+    group = JobGroup(memory_group(450 * MIB), 1)
+    child.do("block = bytearray(b'x') * (60 << 20); r, w = os.pipe(); ready, up = os.pipe()")
+    copies = f"file = open({str(tmp_path / 'file')!r}, 'wb'); [file.write(bytes(1 << 20)) for _ in range(40)]"
+    copies += "; block[::4096] = block[::4096]; del block; os.write(up, b'x'); os.read(r, 1)"
+    child.do(f"exec('pid = os.fork()\\nif pid == 0:\\n    os.read(r, 1)' + {'; ' + copies!r} + '; os._exit(0)')")
+    pid = int(child.do("print(pid)"))
+    meter = TreeMeter(pid, group=group)
+    meter.inherited_bytes = ProcReader().status(pid).held
+    (group.path / "cgroup.procs").write_text(str(pid))
+    before = _sample(meter, group)
+    child.do("os.write(w, b'x'); os.read(ready, 1)")
+    after = _sample(meter, group)
+    child.do("os.write(w, b'x'); os.waitpid(pid, 0)")
+    assert after.private_bytes < before.private_bytes + 12 * MIB
+    assert 60 * MIB <= after.peak_bytes - before.private_bytes < 72 * MIB
+    assert meter.state.charged_peak > 100 * MIB
+
+
+def _sample(meter, group):
+    meter.state = group.state()
+    return meter.sample()
 
 
 @dataclass
@@ -417,28 +442,10 @@ def test_device_bytes_are_peaks_by_device_and_apart_from_host_bytes():
     assert footprint.private_bytes == 10 * MIB
 
 
-def test_a_sample_holds_the_cpu_time_so_far():
-    meter, reader, _ = made_up()
-    stat, status = reader.processes[10]
-    reader.processes[10] = replace(stat, cpu_ticks=2 * os.sysconf("SC_CLK_TCK")), status
-    assert meter.sample().cpu_seconds == 2.0
-
-
-@pytest.mark.parametrize(("version", "name"), [(1, "memory.max_usage_in_bytes"), (2, "memory.peak")])
-def test_the_cgroups_own_peak_is_a_part(tmp_path, version, name):
-    meter, _, _ = made_up(JobGroup(tmp_path, version))
-    meter.sample()
-    assert "charged_peak" not in meter.footprint().parts
-    (tmp_path / name).write_text(f"{77 * MIB}\n")
-    meter.sample()
-    (tmp_path / name).unlink()
-    assert meter.footprint().parts["charged_peak"] == 77 * MIB
-
-
 def test_shared_memory_that_is_written_and_then_mapped_counts_once(tmp_path):
     """The floor knows a file in /dev/shm from its birth; mapped and read, it also raises the process's mark."""
     meter, reader, _ = made_up(JobGroup(tmp_path, 1), anonymous=5)
-    meter.floor_bytes = 105 * MIB
+    meter.state = GroupState(105 * MIB, 0, 0, 0, False, 0)
     (tmp_path / "memory.max_usage_in_bytes").write_text(f"{107 * MIB}\n")
     meter.sample()
     reader.set(10, anonymous=5, mark=60)

@@ -38,22 +38,6 @@ def lay(root: Path, pid: int, *, parent: int = 1, session: int = 1, start: int =
     return folder
 
 
-def test_a_name_with_brackets_and_spaces_moves_no_field():
-    stat = parse_stat(
-        STAT.format(pid=3, state="R", parent=2, group=3, session=4, start=77, image=8).replace("(job 3)", "(a) S (9 9)")
-    )
-    assert stat is not None
-    assert (stat.pid, stat.parent, stat.group, stat.session, stat.start, stat.image, stat.faults) == (
-        3,
-        2,
-        3,
-        4,
-        77,
-        8,
-        10,
-    )
-
-
 def test_a_text_cut_anywhere_is_none_or_whole_never_an_error():
     stat = STAT.format(pid=3, state="R", parent=2, group=3, session=4, start=77, image=8)
     rollup = "0-1 ---p [rollup]\nPss: 4 kB\nPss_Anon: 1 kB\nPss_File: 3 kB\nPss_Shmem: 0 kB\n"

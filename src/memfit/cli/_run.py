@@ -128,6 +128,8 @@ def run(
     if flags.plan:
         from memfit import pipeline, reports
 
+        if flags.out is not None:  # before the first steps, which take long
+            flags.out.parent.mkdir(parents=True, exist_ok=True)
         steps = None if flags.no_steps else console(stderr=True).say
         plan = pipeline.plan_run(what, steps=steps, on=flags.on, **how)
         if flags.out is not None:

@@ -213,11 +213,13 @@ class Enforcement:
         """End a job that had the whole budget and wants more."""
         budget = self.admission.budget.fresh()
         binding, capacity_bytes = budget.binding, self.admission.budget.most(0)[HOST]
+        grows = entry.status.growth
+        remedy = "more memory only delays its end" if grows else "raise that limit or make the job smaller"
         entry.progress.verdict = Verdict(
             "out_of_memory",
             f"it needs more than the whole budget of {format_bytes(capacity_bytes)} under {binding.name} of "
             f"{format_bytes(binding.limit_bytes)} ({binding.source}; {format_bytes(budget.reserve_bytes)} reserve): "
-            "ended at its limit by memfit, before the kernel would; raise that limit or make the job smaller",
+            f"ended at its limit by memfit, before the kernel would; {remedy}",
         )
         entry.progress.set_aside = self._now()
         self.backend.cancel(entry.job.id, now=True, verdict=entry.progress.verdict)

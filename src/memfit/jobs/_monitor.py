@@ -104,6 +104,8 @@ class Monitor:
             self._num_met, self._wall_bytes = self.first.met_wall, self.first.wall_bytes
         reader = device_reader(has_devices=bool(self.devices))
         self.meter = TreeMeter(self.known.pid or 0, group=self.group, devices=reader)
+        self.meter.state = self.first
+        self.meter.burst_bytes()  # an earlier attempt's in the same group
         self.meter.inherited_bytes = self.inherited_bytes
         self.meter.counts_from_birth = True
 
@@ -116,7 +118,7 @@ class Monitor:
 
     def observe(self) -> None:
         self.look_at_group()
-        self.meter.floor_bytes = self.state.used_bytes if self.state else 0
+        self.meter.state = self.state
         with until_next_look():
             self._follow_events()
         sample = self.meter.sample()
@@ -256,16 +258,18 @@ class Monitor:
         now = time.monotonic()
         return self.sample is not None and now - self._grown_at >= max(_SETTLED_SECONDS, (now - self.born) / 2)
 
-    def note_last_peak(self, resident_bytes: int, most_bytes: int | None, *, is_bound: bool) -> None:
-        """Take in the resident peak of the largest process at its end, without mapped files, or a bound of it:
-        ``most_bytes`` is the most that was charged to its group beside page cache."""
-        resident_bytes -= self.inherited_bytes + (self.sample.shared_bytes if self.sample else 0)
-        found = resident_bytes if most_bytes is None else min(resident_bytes, most_bytes)
+    def note_last_peak(self, resident_bytes: int, state: GroupState | None) -> None:
+        """Take in the resident peak of the largest process at its end, 0 if it is not known, and its group's state."""
+        self.meter.state = state
+        if state is not None and (self.inherited_bytes or not resident_bytes):
+            self.last_peak_bytes = self.meter.burst_bytes()
+        else:
+            resident_bytes -= self.inherited_bytes + (self.sample.shared_bytes if self.sample else 0)
+            most_bytes = state.charged_peak - state.cache_bytes if state is not None else resident_bytes
+            self.last_peak_bytes = min(resident_bytes, most_bytes)
         seen, began = self.sample.time if self.sample else 0.0, self.known.started or 0.0
-        is_unseen = 2 * seen < began + time.time()  # more than half of its life
-        self.last_peak_bytes = found if not is_bound or (is_unseen and most_bytes is not None) else 0
-        if self.last_peak_bytes <= 0 and most_bytes is None and is_unseen:
-            self.sample = None  # what it took is not known
+        if self.last_peak_bytes <= 0 and state is None and 2 * seen < began + time.time():
+            self.sample = None  # more than half of its life was not seen: what it took is not known
 
     def footprint(self) -> Footprint:
         found = self.meter.footprint()

@@ -46,7 +46,7 @@ class Footprint:
         private_bytes: The peak of *non-reclaimable* memory (anonymous + shared memory + kernel) of the process tree.
         shared_bytes: The peak of mapped file pages, each once.
         device_bytes: Peaks of device memory by device UUID; never added to host memory.
-        parts: The private peak by name; beside it ``file`` and ``charged_peak``, which are no parts of it.
+        parts: The private peak by name; beside it ``file``, which is no part of it.
         phases: The peaks by phase, in order of appearance.
         method: Where the figures come from.
 

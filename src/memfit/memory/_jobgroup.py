@@ -24,15 +24,17 @@ OUTSIDE = ".outside"
 
 @dataclass(frozen=True)
 class GroupState:
-    """``used_bytes`` is non-reclaimable, ``charged_bytes`` has page cache too. ``stalled``: a process waits for memory
-    at its own limit or that of the group above. ``met_wall`` counts charges that met the limit, for page cache too."""
+    """``used_bytes`` is non-reclaimable, ``cache_bytes`` page cache. ``stalled``: a process waits for memory at its own
+    limit or that of the group above. ``met_wall`` counts charges that met the limit, for page cache too.
+    ``charged_peak`` is the most that was charged at once, page cache included; 0 where there is none (v2 < 5.19)."""
 
     used_bytes: int
-    charged_bytes: int
+    cache_bytes: int
     shared_memory_bytes: int
     wall_bytes: int
     stalled: bool
     met_wall: int
+    charged_peak: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class JobGroup:
         put(f"{self.path}/cgroup.procs", "0")
 
     def state(self) -> GroupState | None:
+        charged_peak = self.charged_peak()  # before the page cache, which may grow meanwhile
         text = self._text("memory.stat")
         if text is None:
             return None
@@ -80,13 +83,16 @@ class JobGroup:
                 above = JobGroup(self.path.parent, 2)
                 is_full = _is_throttled(above.charged_bytes(), above.used_bytes(), above.wall_bytes())
                 stalled = is_full and _any_sleeps(pids)
+        shared_memory = stat.get("total_shmem" if self.version == 1 else "shmem", 0)
         return GroupState(
             used_bytes=used,
-            charged_bytes=charged,
-            shared_memory_bytes=stat.get("total_shmem" if self.version == 1 else "shmem", 0),
+            # Of the text that ``used`` is of: a later figure would count as cache what was allocated meanwhile.
+            cache_bytes=stat.get("total_cache" if self.version == 1 else "file", 0) - shared_memory,
+            shared_memory_bytes=shared_memory,
             wall_bytes=wall,
             stalled=stalled,
             met_wall=met_wall,
+            charged_peak=charged_peak,
         )
 
     def used_bytes(self) -> int:
@@ -106,7 +112,6 @@ class JobGroup:
         return self._number("memory.usage_in_bytes" if self.version == 1 else "memory.current")
 
     def charged_peak(self) -> int:
-        """Return the most that was charged at once, page cache included; 0 where there is none (v2 < 5.19)."""
         return self._number("memory.max_usage_in_bytes" if self.version == 1 else "memory.peak")
 
     def first_met(self) -> str:

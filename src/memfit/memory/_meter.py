@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from memfit.errors import UsageError
 from memfit.memory._footprint import Footprint, PhasePeak
-from memfit.memory._jobgroup import JobGroup
+from memfit.memory._jobgroup import GroupState, JobGroup
 from memfit.memory._process import ProcReader, Rollup, Sharing, Stat, Status, Tree
 
 if TYPE_CHECKING:
@@ -91,11 +91,11 @@ class TreeMeter:
     the figure is an upper bound.
 
     **High-water marks**: where a process's ``VmHWM`` rose since the sample before, the peak in between was ``VmHWM``
-    less the file pages mapped then or now, whichever are more. A spike below an earlier mark, and a process that lived
-    between two samples, show only in the peak of ``group``, which counts page cache too.
+    less the file pages mapped then or now, whichever are more. A fork's copies of inherited pages raise no ``VmHWM``:
+    they show in the peak of ``group``, less its page cache then or now. A spike below an earlier mark is not seen.
 
-    **Not seen**: files in ``/dev/shm`` that no process maps, and memory pinned by a device driver, unless
-    ``floor_bytes`` is set from the job's control group. ``clear_refs`` is never written: the job would see it.
+    **Not seen**: files in ``/dev/shm`` that no process maps, and memory pinned by a device driver, unless ``state``
+    is set to that of the job's control group. ``clear_refs`` is never written: the job would see it.
 
     ``inherited_bytes`` is anonymous memory that the root has by a fork from outside of the tree: what it has not
     written since is not counted. ``counts_from_birth``: what the tree did before the first sample counts."""
@@ -113,10 +113,12 @@ class TreeMeter:
         self._reader = reader or ProcReader()
         self._tree = Tree(pid, self._reader)
         self._root, self._clock, self._devices, self._group = pid, clock, devices, group
+        self.state: GroupState | None = None
+        self._known: GroupState | None = None
         self._unix_offset = time.time() - clock()
         self._sweeps, self._scans = _Paced(SWEEP_SHARE, clock, cpu), _Paced(SCAN_SHARE, clock, cpu)
         self._device_reads, self._device_bytes = _Paced(SWEEP_SHARE, clock, cpu), dict[str, int]()
-        self.floor_bytes, self.inherited_bytes, self.counts_from_birth = 0, 0, False
+        self.inherited_bytes, self.counts_from_birth = 0, False
         self._held, self._shared_memory = Sharing(), Sharing()
         self._before: dict[int, tuple[Stat, Status]] = {}
         self.pids, self.pids_seen = set[int](), self._tree.seen
@@ -124,7 +126,7 @@ class TreeMeter:
         self.pss_of: Mapping[int, int] = {}
         self._spikes = dict[int, int]()
         self._own: dict[int, tuple[int, int]] = {}  # PSS without files at the last sweep, and what was resident then
-        self._swept_file = self._swept_pss = self._charged_peak = 0
+        self._swept_file = self._swept_pss = 0
         self._phase, self._phase_since = "", clock()
         self._parts: dict[str, int] = {}
         self._whole, self._phases = PhasePeak(0), dict[str, PhasePeak]()
@@ -137,22 +139,28 @@ class TreeMeter:
         if not now:
             return None
         self._note_forks(now)
+        inherited, burst = self.inherited_bytes, self.burst_bytes()
         swept_pss = self._sweep(now) if self._sweeps.due else 0
-        parts = self._measure_parts(now)
+        parts, charged = self._measure_parts(now), 0
         parts["anonymous"] -= min(self.inherited_bytes, parts["anonymous"])
         level = parts["anonymous"] + parts["shared_memory"] + parts["page_tables"]
-        if self.floor_bytes > level:
-            parts["other"] = self.floor_bytes - level
-            level = self.floor_bytes
+        if self._group is not None and (charged := self._group.charged_peak()):
+            charged += sum(status.swapped for _, status in now.values())
+            if inherited and level > charged:  # pages that its parent left to it alone are charged to the parent
+                parts["anonymous"] -= (more := min(level - charged, parts["anonymous"]))
+                level -= more
+        if self.state is not None and (missing := self.state.used_bytes - level) > 0:
+            copied = min(missing, inherited)  # since the last sweep
+            parts["anonymous"] += copied
+            parts |= {"other": missing - copied} if missing > copied else {}
+            level = self.state.used_bytes
         peak = max(level, self._last.private_bytes if self._last else 0)
         self._spikes = {pid: self._spike(pid, *reading) for pid, reading in now.items()}
         peak += sum(self._spikes.values())
-        if self._group is not None and (charged := self._group.charged_peak()):
-            self._charged_peak = max(self._charged_peak, charged)
-        if self._charged_peak:
-            # A high-water mark also counts shared memory that the floor knows already, from before it was mapped.
-            swapped = sum(status.swapped for _, status in now.values())
-            peak = max(level, min(peak, self._charged_peak + swapped))
+        peak = max(peak, min(peak + inherited, burst))
+        if charged:
+            # A high-water mark also counts shared memory that the group knows already, from before it was mapped.
+            peak = max(level, min(peak, charged))
         parts["anonymous"] += peak - level
         self._last = Sample(
             time=self._unix_offset + self._clock(),
@@ -177,6 +185,14 @@ class TreeMeter:
         if self._phase:
             self._take(self._phase, taken)
         return self._last
+
+    def burst_bytes(self) -> int:
+        """Return the most that was charged to the group beside page cache since the last call; 0 if it did not rise."""
+        before, now = self._known, self.state or self._known
+        self._known = now
+        if now is None or before is None or now.charged_peak <= before.charged_peak:
+            return 0
+        return now.charged_peak - max(before.cache_bytes, now.cache_bytes)
 
     def below(self, pid: int) -> set[int]:
         """Return a process of the tree and all that come from it, as of the last sample."""
@@ -211,13 +227,10 @@ class TreeMeter:
 
     def footprint(self) -> Footprint:
         """Return the peaks so far, whole and by phase. Parts at the whole peak: ``anonymous`` (swapped and high-water
-        marks included), ``shared_memory``, ``page_tables`` and, given a floor, ``other`` make up the private bytes.
-        Beside them: ``file`` (the shared bytes then) and, given a group, ``charged_peak``."""
-        charged = {"charged_peak": self._charged_peak} if self._charged_peak else {}
+        marks included), ``shared_memory``, ``page_tables`` and, given a state, ``other`` make up the private bytes.
+        Beside them: ``file`` (the shared bytes then)."""
         whole = self._whole
-        return Footprint(
-            whole.private_bytes, whole.shared_bytes, whole.device_bytes, {**self._parts, **charged}, dict(self._phases)
-        )
+        return Footprint(whole.private_bytes, whole.shared_bytes, whole.device_bytes, {**self._parts}, {**self._phases})
 
     def _read(self) -> dict[int, tuple[Stat, Status]]:
         scan = self._scans.due

@@ -18,7 +18,7 @@ from memfit.config import fingerprint
 from memfit.errors import DamagedError, InterruptedRunError, MemfitError
 from memfit.files import fits, read_json, write_json
 from memfit.jobs import ENDED, JobStatus, Parent, read_status
-from memfit.memory import DEVICE_RESERVE_BYTES, Footprint, ProcReader, Status, Tree
+from memfit.memory import DEVICE_RESERVE_BYTES, Footprint, ProcReader, Tree
 from memfit.pipeline._command import own_stdin
 from memfit.pipeline._describe import StageSpec
 from memfit.pipeline._graph import Graph
@@ -33,22 +33,14 @@ from memfit.units import format_bytes, format_count, format_duration, list_some
 
 BOUND = 0.2  # a bound is so much above the value
 _SECONDS, _MORE = 60.0, 5  # so long at most, and so much longer in a graph, unless canary_seconds is given
-_SOON = 2.0  # a job that ends sooner may have been seen before its peak alone
 _ALIKE = 0.1  # ranks that differ by less than this take the same
 _SPLIT = 1.1  # one rank that takes more than this multiple of one of two has data that the ranks split
 _PARTS = ("main", "below", "shm")  # what a rank holds: its process, those below it, and what they share
 _LAUNCHER = re.compile(r"(\S*/)?torchrun|torch\.distributed\.run")
 _PER_NODE = re.compile(r"--nproc[-_]per[-_]node(?:=(\S+))?")
-_SHAPE = {
-    "private": int,
-    "once": int,
-    "between": int,
-    "files": int,
-    "device": int,
-    "seconds": (int, float),
-    "notes": [str],
-}
-_SHAPE |= {"phases": {str: int}, "ranks": [{"main": int, "below": int, "shm": int, "number": int}]}
+_SHAPE: dict[str, Any] = dict.fromkeys(("private", "once", "between", "files", "device"), int)
+_SHAPE |= {"seconds": (int, float), "notes": [str], "phases": {str: int}}
+_SHAPE |= {"ranks": [dict.fromkeys((*_PARTS, "number"), int)]}
 
 
 @dataclass(frozen=True)
@@ -152,7 +144,6 @@ class _Watch(Canary):
         self._live: list[JobStatus] = []
         self._reader = ProcReader()
         self._trees: dict[int, Tree] = {}
-        self._before: dict[int, Status] = {}
 
     def of(self, supervisor: Supervisor) -> Canary:
         super().__init__(supervisor)
@@ -175,7 +166,7 @@ class _Watch(Canary):
                 self.stop.ask()
 
     def sample(self) -> None:
-        """Read what each rank of each job holds, ten times a second: each page once, with what rose and fell since."""
+        """Read what each rank of each job holds, ten times a second: each page once."""
         for status in self._live:
             if (found := self._read(status, status.pid or 0)) is not None:
                 most = self.most.get(status.job_id, {"private": 0})
@@ -196,7 +187,7 @@ class _Watch(Canary):
                 own |= more
             inside |= own
             sizes = {one: held[one] for one in own if one in held}
-            main = sizes[root].held + self._rose(root) if root in sizes else 0
+            main = sizes[root].held if root in sizes else 0
             below = sum(one.held for child, one in sizes.items() if child != root)
             names.append({key: size for one in own for key, size in _shared_objects(one)})
             shm = sum(one.shared_memory for one in sizes.values())
@@ -207,16 +198,6 @@ class _Watch(Canary):
         once = between + sum(one.held + one.shared_memory for child, one in held.items() if child not in inside)
         private = once + sum(one[name] for one in ranks for name in _PARTS)
         return {"private": private, "once": once, "between": between, "ranks": ranks}
-
-    def _rose(self, pid: int) -> int:
-        """Return how far a process rose since the last sample above what it held then and holds now."""
-        before, now = self._before.get(pid), self._reader.status(pid)
-        if now is None:
-            return 0
-        self._before[pid] = now
-        if before is None or now.high_water <= before.high_water:
-            return 0
-        return max(0, now.high_water - max(now.rss, before.rss))
 
 
 def _rank_of(pid: int) -> int | None:
@@ -386,8 +367,7 @@ def _make(order: Order, asked: Order, parent: Parent | None) -> dict[str, dict[s
             own = max(statuses, key=lambda one: one.peak_bytes, default=None)
             if own is not None and own.footprint is not None:
                 is_whole = own.state == "completed" or own.asked or own.exit_code == 75
-                is_forked = parent is not None and graph.stages[name].command is None
-                found[name] = _taken(own, watch, result.canary, is_forked=is_forked) if is_whole else own.cause
+                found[name] = _taken(own, watch, result.canary) if is_whole else own.cause
         return found
     finally:
         shutil.rmtree(run.path, ignore_errors=True)
@@ -395,15 +375,13 @@ def _make(order: Order, asked: Order, parent: Parent | None) -> dict[str, dict[s
             run.path.parent.rmdir()
 
 
-def _taken(status: JobStatus, watch: _Watch, verdict: Mapping[str, Any] | None, *, is_forked: bool) -> dict[str, Any]:
+def _taken(status: JobStatus, watch: _Watch, verdict: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a job took: the peak that a run records of it, divided among ranks as the watch saw them."""
     footprint = status.footprint or Footprint(0)
     unseen = {"private": footprint.private_bytes, "ranks": [dict.fromkeys([*_PARTS, "number"], 0)]}
     most = {"once": 0, "between": 0, **watch.most.get(status.job_id, unseen)}
+    share = footprint.private_bytes / max(most["private"], 1)
     seconds = (status.ended or 0.0) - (status.started or 0.0)
-    if is_forked or seconds < _SOON:  # the meter alone knows a forked job's own pages, and a short one's peak
-        share = footprint.private_bytes / max(most["private"], 1)
-        most |= {"private": footprint.private_bytes, "once": int(most["once"] * share)}
-    part = most["private"] / max(footprint.private_bytes, 1)  # else it counts forked pages as copied until it looks
     marked, notes = list(watch._seen.get(status.job_id, {}).get(0, {})), []
     if status.asked and not marked:
         notes.append(f"it marked no phase and was stopped after {format_duration(seconds)}: what comes later was not "
@@ -411,10 +389,12 @@ def _taken(status: JobStatus, watch: _Watch, verdict: Mapping[str, Any] | None, 
     elif status.asked and (missing := (verdict or {}).get("not_covered")):
         notes.append(f"not seen: phase {list_some(missing)}")
     return {
-        **most,
+        "private": footprint.private_bytes,
+        "ranks": most["ranks"],
+        **{name: int(most[name] * share) for name in ("once", "between")},
         "files": footprint.shared_bytes,
         "device": footprint.bytes_per_device,
-        "phases": {name: round(part * peak.private_bytes) for name, peak in footprint.phases.items()},
+        "phases": {name: peak.private_bytes for name, peak in footprint.phases.items()},
         "seconds": seconds,
         "notes": notes,
     }

@@ -33,7 +33,6 @@ _METHODS = {
     "traced": "traced with",
     "formula": "computed by the rules of",
 }
-_NO_PARTS = ("file", "charged_peak")  # entries of a footprint's parts that the private peak does not consist of
 _FITS = {True: "yes", False: "no", None: "not known"}
 
 
@@ -113,7 +112,7 @@ def _model(answer: Mapping[str, Any]) -> Iterator[str]:
 
 def _size(footprint: Footprint, stage: StagePlan) -> Iterator[str]:
     """What one job takes, each sum with its terms: host and GPUs apart."""
-    whole, names = format_bytes(footprint.private_bytes), [name for name in footprint.parts if name not in _NO_PARTS]
+    whole, names = format_bytes(footprint.private_bytes), [name for name in footprint.parts if name != "file"]
     parts = [f"{name.replace('_', ' ')} {format_bytes(size)}" for name in names if (size := footprint.parts[name])]
     yield f"one job: {whole} of host memory ({stage.origin})" + (f" = {' + '.join(parts)}" if parts else "")
     if (reserved := stage.rows[0].needed_bytes if stage.rows else 0) > footprint.private_bytes:
