@@ -20,7 +20,7 @@ Scale = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
 #: What a network may name as inputs; batch is a whole `DayBatch`.
-INPUTS = ("windows", "known", "days", "neighbours", "sectors", "batch")
+INPUTS = ("windows", "days", "neighbours", "sectors", "batch")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class DayBatch:
     Shapes: N rows, L dates of look-back, F features, H horizons, K neighbours.
 
     Attributes:
-        windows, known: (N, L, F) standardised, 0 where not known; and which values are real.
+        windows: (N, L, F) standardised; all values are known.
         targets: (N, H); NaN where not known.
         days: (N,) the number of the row's day within the batch, ascending.
         neighbours: (N, K) places within the day of the most correlated assets; -1 is none.
@@ -39,7 +39,6 @@ class DayBatch:
     """
 
     windows: NDArray[np.float32]
-    known: NDArray[np.bool_]
     targets: NDArray[np.float32]
     days: NDArray[np.int64]
     neighbours: NDArray[np.int64]
@@ -111,10 +110,8 @@ class DayBatches(GroupedDates[DayBatch]):
         sizes = [len(one.asset_indices) for one in group]
         dates = np.repeat([one.date_index for one in group], sizes)
         assets = np.concatenate([one.asset_indices for one in group])
-        windows = windows_of(group)
         return DayBatch(
-            windows=windows,
-            known=np.ones(windows.shape, bool),  # the loader gives whole windows alone
+            windows=windows_of(group),
             targets=targets_of(self.panel, self._data, group),
             days=np.repeat(np.arange(len(group)), sizes),
             neighbours=self._places(group),

@@ -77,7 +77,7 @@ class ForecastLoss:
 
     horizon_weights: tuple[float, ...]
     rank_weight: float
-    rank_temperature: float
+    rank_temperature: float = 0.05
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         scores_NZ = answer(model, batch)

@@ -76,14 +76,13 @@ def _has_order(known: torch.Tensor) -> torch.Tensor:
 class RankerLoss:
     """The loss of a batch: a weighted sum over losses, horizons and dates, and the weight that it is the sum of.
 
-    The weight is that of the dates times that of the horizons, over those (date, horizon) that have an order. So within
-    a batch a date with half the weight pulls half as much, whatever optimizer and clipping do to the whole gradient.
+    The weight is that of the dates, over those (date, horizon) that have an order. So within a batch a date with half
+    the weight pulls half as much, whatever optimizer and clipping do to the whole gradient.
     """
 
     listnet: float
     ranknet: float
     mse: float
-    horizon_weights: tuple[float, ...]
 
     def __call__(self, model: torch.nn.Module, batch: ListBatch) -> tuple[torch.Tensor, torch.Tensor]:
         device = next(model.parameters()).device
@@ -103,6 +102,6 @@ class RankerLoss:
         if self.mse:
             loss_GH = loss_GH + self.mse * mse_loss(scores_GHA, targets_GHA, known_GHA)
         date_G = torch.from_numpy(batch.weights).to(scores_BH)[lists.first]
-        weight_GH = date_G[:, None] * scores_BH.new_tensor(self.horizon_weights) * _has_order(known_GHA)
+        weight_GH = date_G[:, None] * _has_order(known_GHA)
         # A batch without any order, as the last part of a cut date can be, has a loss of 0 and must have a weight.
         return (loss_GH * weight_GH).sum(), weight_GH.sum().clamp_min(1e-12)

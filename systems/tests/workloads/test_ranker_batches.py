@@ -139,7 +139,7 @@ def train(panel, params, max_grad_norm):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(1, 2, bias=False))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    loss = RankerLoss(1.0, 0.5, 0.1, horizon_weights=(1.0, 1.0))
+    loss = RankerLoss(1.0, 0.5, 0.1)
     batches = ListBatches(panel, np.arange(NUM_DATES), params, seed=5)
     for epoch in range(6):
         batches.set_epoch(epoch)
@@ -156,7 +156,6 @@ def train(panel, params, max_grad_norm):
 def test_the_decay_by_days_takes_effect_under_adam_and_clipping(panel, max_grad_norm):
     plain = train(panel, make_params(dates_per_batch=12), max_grad_norm)
     recent = train(panel, make_params(dates_per_batch=12, tau_days=15.0), max_grad_norm)
-    print(plain, recent)
     # Three of four dates say that less is better; those of the last six weeks say the opposite.
     assert (plain < 0).all()
     assert (recent > 0).all()
