@@ -114,24 +114,16 @@ def _state_of(path: Path, content: Any) -> dict[str, Any]:
 
 def _check_related(paths: Sequence[Path], contents: Sequence[Mapping[str, Any]]) -> None:
     fits = [content.get("fit") for content in contents]
-    if len(paths) == 1 or (len(set(fits)) == 1 and fits[0] is not None):
-        return
-    silent = [str(path) for path, fit in zip(paths, fits, strict=True) if fit is None]
-    if silent:
-        what = f"{', '.join(silent[:_NUM_NAMED])}: nothing there says which training wrote it."
-    else:
-        other = next(index for index, fit in enumerate(fits) if fit != fits[0])
-        one, two = (contents[index].get("identity") or {} for index in (0, other))
-        differing = [name for name in sorted({*one, *two}) if one.get(name) != two.get(name)][:_NUM_NAMED]
-        details = "; ".join(f"{name}: {one.get(name)} and {two.get(name)}" for name in differing)
-        what = f"{paths[0]} and {paths[other]} are of different trainings{f' ({details})' if details else ''}."
-    raise UsageError(
-        what,
-        rule="a mean of weights means something along one training; between trainings, folds included, it lies where "
-        "none of them is good.",
-        remedy="average the predictions of different trainings instead; or pass --allow-unrelated if the files began "
-        "from the same weights",
-    )
+    others = [path for path, fit in zip(paths[1:], fits[1:], strict=True) if fit is None or fit != fits[0]]
+    if others:
+        named = ", ".join(map(str, others[:_NUM_NAMED]))
+        raise UsageError(
+            f"{named}: nothing there says that it is of the training that wrote {paths[0]} ({fits[0] or 'not said'}).",
+            rule="a mean of weights means something along one training; between trainings, folds included, it lies "
+            "where none of them is good.",
+            remedy="average the predictions of different trainings instead; or pass --allow-unrelated if the files "
+            "began from the same weights",
+        )
 
 
 def _check_names(first: Path, expected: Mapping[str, Any], path: Path, state: Mapping[str, Any]) -> None:

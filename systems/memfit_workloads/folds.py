@@ -5,16 +5,20 @@ Importing this module loads no torch, for the processes that only prepare a run.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
+import pyarrow as pa
 from pydantic import Field, model_validator
 
 from memfit import config
+from memfit.data import Panel
 from memfit.errors import MissingExtraError
 from memfit.pipeline import Context
 from memfit_workloads import finance, own
+from memfit_workloads.finance.batches import scores_of
 from memfit_workloads.finance.panels import (
     Count,
     DataParams,
@@ -30,7 +34,7 @@ from memfit_workloads.finance.panels import (
 if TYPE_CHECKING:
     import torch
 
-    from memfit.training import Trainer
+    from memfit.training import FitResult
 
 
 class TrainSettings(config.Settings):
@@ -70,17 +74,15 @@ class Fold:
         self.scale = scale_of(self.panel, self.fit_dates)
 
 
-def check(params: Any, cut: Splitter, dates_at_once: Callable[[], int], sections: Iterable[str] = ("train",)) -> None:
-    """Refuse data, folds, an optimizer or a schedule that the ``sections`` of settings cannot train with."""
+def check(params: Any, cut: Splitter, dates_at_once: Callable[[], int]) -> None:
+    """Refuse data, folds, an optimizer or a schedule that cannot be trained with."""
     data, train = params.data, params.train
     check_data(data)
     num_days = check_folds(data, cut, train.valid_share)
-    for section in sections if train.schedule == "warm_restarts" else ():
-        if num_epochs := getattr(params, section).num_epochs:
-            key = "--set params.train.cycles"
-            more = f"train for more steps: --set params.{section}.num_epochs=..., or smaller batches"
-            num_steps = -(-num_days // dates_at_once()) * num_epochs
-            check_cycles(train.cycles, num_steps, train.warmup_share, setting=key, more=more)
+    if train.schedule == "warm_restarts":
+        more = "train for more steps: --set params.train.num_epochs=..., or smaller batches"
+        num_steps = -(-num_days // dates_at_once()) * train.num_epochs
+        check_cycles(train.cycles, num_steps, train.warmup_share, setting="--set params.train.cycles", more=more)
     if train.optimizer == "adabelief" and importlib.util.find_spec("pytorch_optimizer") is None:
         raise MissingExtraError.of("pytorch_optimizer", "forecaster", "the optimizer adabelief", "memfit-systems")
 
@@ -110,39 +112,68 @@ def make_optimizer(settings: TrainSettings, model: torch.nn.Module) -> torch.opt
     return made
 
 
-def make_trainer(
-    context: Context, params: Any, model: torch.nn.Module, loss: Any, num_steps: int, **more: Any
-) -> Trainer:
-    """Return the trainer of a fold's model, which writes checkpoints into the job's folder.
+def fit(context: Context, params: Any, model: torch.nn.Module, loss: Any, data: Any, **more: Any) -> FitResult:
+    """Train a fold's model on the first batches of ``data``, and validate it on the second.
 
-    ``more`` are further arguments of `memfit.training.Trainer`; ``settings`` take the place of ``params.train``.
+    Checkpoints lie in the job's folder.
+
+    ``more`` are arguments of a fit, and of its trainer ``split``, ``ema`` and ``milestones``; ``settings`` take the
+    place of ``params.train``. ``judge`` gives the figures of an epoch from its scores; it validates by the loss alone
+    without one.
     """
     from memfit.training import Trainer
     from memfit_workloads.finance.schedules import make_schedule
 
     settings: TrainSettings = more.pop("settings", params.train)
+    of_trainer = {name: more.pop(name) for name in ("split", "ema", "milestones") if name in more}
+    if judge := more.pop("judge", None):
+        panel = data[0].panel
+        more["evaluate"] = lambda model, batches: judge(score_table(model, panel, params, batches), params)
     optimizer = make_optimizer(settings, model)
-    schedule = make_schedule(
-        settings.schedule,
-        optimizer,
-        num_steps,
-        floor_share=settings.floor_share,
-        cycles=settings.cycles,
-        warmup_share=settings.warmup_share,
-    )
-    return Trainer(
-        model,
-        loss=loss,
-        optimizer=optimizer,
-        precision=settings.precision,
-        schedule=schedule,
-        checkpoint_dir=context.dir,
-        seed=context.seed,
-        max_grad_norm=settings.max_grad_norm,
-        microbatch_size=settings.microbatch_size,
-        provenance=finance.provenance(context, params),
-        **more,
-    )
+    with contextlib.closing(data[0]):
+        schedule = make_schedule(
+            settings.schedule,
+            optimizer,
+            settings.num_epochs * len(data[0]),
+            floor_share=settings.floor_share,
+            cycles=settings.cycles,
+            warmup_share=settings.warmup_share,
+        )
+        trainer = Trainer(
+            model,
+            loss=loss,
+            optimizer=optimizer,
+            precision=settings.precision,
+            schedule=schedule,
+            checkpoint_dir=context.dir,
+            seed=context.seed,
+            max_grad_norm=settings.max_grad_norm,
+            microbatch_size=settings.microbatch_size,
+            provenance=finance.provenance(context, params),
+            **of_trainer,
+        )
+        return trainer.fit(*data, num_epochs=settings.num_epochs, **more)
+
+
+def answer(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """Return what a network says of a batch, (rows, horizons): it gets what it names of ``batch.INPUTS``."""
+    import torch
+
+    device = next(model.parameters()).device
+
+    def find(name: str) -> Any:
+        return batch if name == "batch" else torch.as_tensor(getattr(batch, name)).to(device)
+
+    return own.call(model, batch.INPUTS, find)
+
+
+def score_table(model: torch.nn.Module, panel: Panel, params: Any, batches: Iterable[Any]) -> pa.Table:
+    """The scores of a model, as `table_of` gives them."""
+
+    def rows(batch: Any) -> tuple[Any, Any, torch.Tensor]:
+        return batch.dates, batch.assets, answer(model, batch)
+
+    return scores_of(model.eval(), panel, params.data, batches, rows=rows, precision=params.train.precision)
 
 
 def step_of(params: Any, model: torch.nn.Module, loss: Any) -> Callable[[Any], None]:

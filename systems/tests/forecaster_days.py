@@ -2,12 +2,14 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 
 @dataclass(frozen=True)
 class DayBatch:
+    INPUTS: ClassVar = ("batch",)
     windows: torch.Tensor
     targets: torch.Tensor
     days: torch.Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,6 @@ from memfit_workloads.forecaster.data import day_weights
 from memfit_workloads.forecaster.params import ForecasterParams
 
 Scale = tuple[NDArray[np.float32], NDArray[np.float32]]
-
-
-#: What a network may name as inputs; batch is a whole `DayBatch`.
-INPUTS = ("windows", "days", "neighbours", "sectors", "batch")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +34,8 @@ class DayBatch:
         dates, assets: (N,) positions in ``panel.dates`` and ``panel.assets``.
     """
 
+    #: What a network may name as inputs; batch is a whole `DayBatch`.
+    INPUTS: ClassVar = ("windows", "days", "neighbours", "sectors", "batch")
     windows: NDArray[np.float32]
     targets: NDArray[np.float32]
     days: NDArray[np.int64]

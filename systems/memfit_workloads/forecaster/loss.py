@@ -16,7 +16,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from memfit_workloads.finance.lists import Lists, standardized
-from memfit_workloads.forecaster.model import answer, on_device
+from memfit_workloads.folds import answer
+from memfit_workloads.forecaster.model import on_device
 
 _LEAST_ORDERED = 3
 _CHUNK_ELEMENTS = 1 << 20  # 4 MiB of float32, held a few times

@@ -17,9 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from memfit_workloads import own
 from memfit_workloads.finance.lists import Lists
-from memfit_workloads.forecaster.batches import INPUTS
 
 _HEADS_SD = 0.02  # small: returns say little, and a score of 0 is the best guess before training
 _ALIGNMENT = 8  # of a mask's rows: CUDA's memory-efficient kernel copies others, once for each layer
@@ -228,12 +226,6 @@ def pretraining_loss(model: Masked, batch: Any, *, share: float = 0.15) -> tuple
     hidden_NF = (torch.rand(newest_NF.shape, generator=generator) < share).to(weight.device)
     errors_NF = (model(batch, hidden_NF) - newest_NF).square()
     return torch.where(hidden_NF, errors_NF, 0.0).sum(), hidden_NF.sum().to(weight.dtype).clamp_min(1e-12)
-
-
-def answer(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return what a network says of a batch of whole days, (N, Z)."""
-    like = next(model.parameters())
-    return own.call(model, INPUTS, lambda name: batch if name == "batch" else on_device(getattr(batch, name), like))
 
 
 def on_device(values: Any, like: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,8 @@ that the fold neither trained on nor overlapped.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,15 +21,13 @@ from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.rundir import phase
 from memfit_workloads import finance, folds, own
 from memfit_workloads.finance import quantile_spread, rank_ic, read_scores, summarize
-from memfit_workloads.finance.batches import scores_of
 from memfit_workloads.finance.panels import DataParams, fingerprint
 from memfit_workloads.forecaster.batches import DayBatch, DayBatches
 from memfit_workloads.forecaster.data import largest_day, prepare, splitter
 from memfit_workloads.forecaster.params import ForecasterParams
 
 if TYPE_CHECKING:
-    import torch
-
+    from memfit.training import ByGroup
     from memfit_workloads.forecaster.loss import ForecastLoss
 
 #: What a process with torch takes before it has a model.
@@ -45,6 +42,10 @@ class Fold(folds.Fold):
     def __init__(self, context: Context, params: ForecasterParams) -> None:
         super().__init__(context, params)
         self._context, self._params = context, params
+
+    def batches(self) -> tuple[DayBatches, DayBatches]:
+        """Return the training batches, and those that say when it is best."""
+        return self.fitted(self._params.train.num_workers), self.in_order(self.valid_dates)
 
     def fitted(self, num_workers: int) -> DayBatches:
         """Return the training batches."""
@@ -71,7 +72,7 @@ def pretrain(context: Context, params: ForecasterParams) -> dict[str, float]:
     fold, settings = Fold(context, params), params.train.model_copy(update=params.pretrain.model_dump())
     seed_everything(context.seed)
     model = Masked(_new_model(params)).to(find_device(settings.device))
-    result = _fit(context, params, model, pretraining_loss, fold, settings=settings)
+    result = folds.fit(context, params, model, pretraining_loss, fold.batches(), settings=settings, split=_by_day())
     last = result.history[-1]
     context.save("latest", checkpoint_path(context.dir / "latest"))
     return {"train_loss": last.train_loss, "valid_loss": (last.metrics or {})["valid_loss"]}
@@ -90,21 +91,14 @@ def train_fold(context: Context, params: ForecasterParams) -> dict[str, float]:
     phase("load")
     fold = Fold(context, params)
     model = _started_model(context, params)
-    result = _fit(
-        context,
-        params,
-        model,
-        _loss(params),
-        fold,
-        evaluate=lambda model, days: validation_figures(_scores(model, days, fold, params), params.data),
-        best_metric="valid_rank_ic",
-        direction="maximize",
-    )
+    how: dict[str, Any] = {"best_metric": "valid_rank_ic", "direction": "maximize"}
+    data, split = fold.batches(), _by_day()
+    result = folds.fit(context, params, model, _loss(params), data, judge=validation_figures, split=split, **how)
     phase("validate")
     epoch = result.best_epoch or len(result.history)  # without a figure in any epoch, the last
     best = checkpoint_path(context.dir / ("best" if result.best_epoch else "latest"))
     model.load_state_dict(load_checkpoint(best)["model"])
-    scores = _scores(model, fold.in_order(fold.test_dates), fold, params)
+    scores = folds.score_table(model, fold.panel, params, fold.in_order(fold.test_dates))
     context.save("scores", scores)
     context.save("model", best)
     found: dict[str, Any] = fold_figures(scores, params.data)
@@ -170,9 +164,9 @@ def daily_figures(scores: pa.Table, data: DataParams) -> dict[str, Floats]:
     return found
 
 
-def validation_figures(scores: pa.Table, data: DataParams) -> dict[str, float]:
+def validation_figures(scores: pa.Table, params: ForecasterParams) -> dict[str, float]:
     """Return what an epoch is judged by: ``valid_rank_ic`` decides; ``valid_ic`` beside it."""
-    found = fold_figures(scores, data)
+    found = fold_figures(scores, params.data)
     return {f"valid_{name}": found[name] for name in ("rank_ic", "ic")}
 
 
@@ -222,8 +216,7 @@ def least_memory(params: ForecasterParams) -> int:
 def _check(params: ForecasterParams) -> None:
     """Refuse settings and a network that cannot be trained."""
     data, rows, sizes = params.data, own.ROWS, folds.sizes_of(params.data)
-    at_once, sections = lambda: max(1, params.train.batch_size // largest_day(data)), ("pretrain", "train")
-    folds.check(params, splitter(params), at_once, sections)
+    folds.check(params, splitter(params), lambda: max(1, params.train.batch_size // largest_day(data)))
     row = ("int64", (rows,))
     inputs: dict[str, Any] = {"windows": ("float32", (rows, data.lookback, sizes["num_features"])), "days": row}
     inputs |= {"neighbours": ("int64", (rows, params.graph.neighbours)), "sectors": row}
@@ -247,32 +240,16 @@ def _started_model(context: Context, params: ForecasterParams) -> Any:
     return model.to(find_device(params.train.device))
 
 
+def _by_day() -> ByGroup:
+    from memfit.training import ByGroup
+
+    return ByGroup(lambda batch: batch.days)
+
+
 def _loss(params: ForecasterParams) -> ForecastLoss:
     from memfit_workloads.forecaster.loss import ForecastLoss
 
     return ForecastLoss(params.horizon_weights, params.train.rank_weight)
-
-
-def _fit(context: Context, params: ForecasterParams, model: Any, loss: Any, fold: Fold, **options: Any) -> Any:
-    """Train a model on a fold; ``settings`` may take the place of ``params.train``, the others are those of a fit."""
-    from memfit.training import ByGroup
-
-    settings, split = options.pop("settings", params.train), ByGroup(lambda batch: batch.days)
-    with contextlib.closing(fold.fitted(settings.num_workers)) as batches:
-        num_steps = settings.num_epochs * len(batches)
-        trainer = folds.make_trainer(context, params, model, loss, num_steps, settings=settings, split=split)
-        return trainer.fit(batches, fold.in_order(fold.valid_dates), num_epochs=settings.num_epochs, **options)
-
-
-def _scores(model: torch.nn.Module, days: Iterable[DayBatch], fold: Fold, params: ForecasterParams) -> pa.Table:
-    """The scores of some days, as `table_of` gives them."""
-
-    from memfit_workloads.forecaster.model import answer
-
-    def rows(batch: DayBatch) -> tuple[Any, Any, torch.Tensor]:
-        return batch.dates, batch.assets, answer(model, batch)
-
-    return scores_of(model.eval(), fold.panel, params.data, days, rows=rows, precision=params.train.precision)
 
 
 _TRAINED = ("data", "graph", "model", "train", "@seed")

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from memfit_workloads import own
 from memfit_workloads.finance.lists import Lists, standardized
-from memfit_workloads.ranker.batches import INPUTS, ListBatch
+from memfit_workloads.folds import answer
+from memfit_workloads.ranker.batches import ListBatch
 
 
 def listnet_loss(scores: torch.Tensor, targets: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
@@ -85,8 +85,8 @@ class RankerLoss:
     mse: float
 
     def __call__(self, model: torch.nn.Module, batch: ListBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        device = next(model.parameters()).device
-        scores_BH = own.call(model, INPUTS, lambda name: torch.from_numpy(getattr(batch, name)).to(device))
+        scores_BH = answer(model, batch)
+        device = scores_BH.device
         scores_BH = scores_BH.to(torch.promote_types(scores_BH.dtype, torch.float32))
         lists = Lists(torch.from_numpy(batch.lists), device, views=False)  # sums stay as they were
         scores_GHA = lists.padded(scores_BH, 0.0).transpose(1, 2)

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from memfit import config
 from memfit_workloads.finance import JudgeSettings
-from memfit_workloads.finance.panels import Count, DataParams, Weight, refuse_others
+from memfit_workloads.finance.panels import Count, DataParams, Weight
 from memfit_workloads.folds import TrainSettings
 from memfit_workloads.own import Network, Target
 
@@ -19,7 +19,6 @@ class SplitParams(config.Settings):
     kind: Literal["purged", "walk_forward"] = "purged"
     n_splits: int = Field(5, ge=2, description="folds")
     embargo_size: int = Field(5, ge=0, description="dates dropped after a test block's labels; walk_forward: before it")
-    train_size: int | None = Field(None, ge=1, description="walk_forward: the most dates to train on, None for all")
     warm_start: bool = Field(False, description="walk_forward: begin a fold with the weights of the one before")
 
     @model_validator(mode="after")
@@ -29,12 +28,6 @@ class SplitParams(config.Settings):
                 f"warm_start needs kind: walk_forward, and kind is {self.kind}: the fold before was trained on dates "
                 "that this one is tested on, so its weights would leak them"
             )
-        if self.warm_start and self.train_size is not None:
-            raise ValueError(
-                "warm_start needs train_size: null: the weights know dates that train_size leaves behind, and a model "
-                "must name all dates it was trained on"
-            )
-        refuse_others(self, "kind", {"walk_forward": ("train_size", "warm_start")})
         return self
 
 

@@ -8,9 +8,7 @@ The figures of a fold are those of the last epoch's weights, on dates that the f
 
 from __future__ import annotations
 
-import contextlib
-import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,24 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from memfit.data import Loader, Panel
-from memfit.errors import ConfigError
+from memfit.data import Panel
 from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.rundir import phase
 from memfit.splits import PurgedKFold, WalkForward
 from memfit_workloads import finance, folds, own
 from memfit_workloads.finance import evaluate_days, read_scores, summarize
-from memfit_workloads.finance.batches import scores_of
-from memfit_workloads.finance.panels import (
-    Splitter,
-    check_market,
-    fingerprint,
-    market,
-    possible_dates,
-    prepare_folds,
-    sectors_of,
-)
-from memfit_workloads.ranker.batches import INPUTS, ListBatch, ListBatches
+from memfit_workloads.finance.panels import Splitter, check_market, fingerprint, market, prepare_folds
+from memfit_workloads.ranker.batches import ListBatch, ListBatches
 from memfit_workloads.ranker.params import RankerParams
 
 if TYPE_CHECKING:
@@ -49,7 +37,7 @@ def splitter(params: RankerParams) -> Splitter:
     settings, reach = params.splits, max(params.data.labels)
     shared: dict[str, Any] = {"purged_size": reach, "embargo_size": settings.embargo_size}
     if settings.kind == "walk_forward":
-        return WalkForward(settings.n_splits, train_size=settings.train_size, **shared)
+        return WalkForward(settings.n_splits, **shared)
     return PurgedKFold(settings.n_splits, **shared)
 
 
@@ -66,32 +54,26 @@ def train_fold(context: Context, params: RankerParams) -> dict[str, float]:
     phase("load")
     fold, settings = folds.Fold(context, params), params.train
     model = _started_model(context, params, fold)
-    batches = ListBatches(fold.panel, fold.fit_dates, params, seed=context.seed, num_workers=settings.num_workers)
-    trainer = folds.make_trainer(
+    has_validation = len(fold.valid_dates) > 0
+    result = folds.fit(
         context,
         params,
         model,
         _loss(params),
-        settings.num_epochs * len(batches),
+        (
+            ListBatches(fold.panel, fold.fit_dates, params, seed=context.seed, num_workers=settings.num_workers),
+            ListBatches(fold.panel, fold.valid_dates, params, seed=None) if has_validation else None,
+        ),
+        split=ByGroup(lambda batch: batch.lists),
         ema=Ema(settings.ema_decay) if settings.ema_epochs else None,
         milestones=settings.ema_epochs,
-        split=ByGroup(lambda batch: batch.lists),
+        judge=validation_metrics if has_validation else None,
+        best_metric="valid_lift",
+        direction="maximize",
+        patience=settings.patience,
     )
-    has_validation = len(fold.valid_dates) > 0
-    with contextlib.closing(batches):
-        result = trainer.fit(
-            batches,
-            lists_to_score(fold.panel, fold.valid_dates, params) if has_validation else None,
-            num_epochs=settings.num_epochs,
-            evaluate=(lambda model, lists: validation_metrics(score_table(model, fold.panel, lists, params), params))
-            if has_validation
-            else None,
-            best_metric="valid_lift",
-            direction="maximize",
-            patience=settings.patience,
-        )
     phase("validate")
-    scores = score_table(model, fold.panel, lists_to_score(fold.panel, fold.test_dates, params), params)
+    scores = folds.score_table(model, fold.panel, params, ListBatches(fold.panel, fold.test_dates, params, seed=None))
     context.save("scores", scores)
     for path in sorted([*context.dir.glob("*.pt"), *context.dir.glob("best"), context.dir / "latest"]):
         context.save(path.stem, checkpoint_path(path))  # what is blended then counts as a result
@@ -102,36 +84,13 @@ def train_fold(context: Context, params: RankerParams) -> dict[str, float]:
     return found | ({"warm_start": 1.0} if params.splits.warm_start else {})
 
 
-def lists_to_score(panel: Panel, dates: npt.NDArray[np.int64], params: RankerParams) -> Loader:
-    """Every asset with a whole window, date by date in their order; its targets need not be known."""
-    return Loader(panel, dates, lookback=params.data.lookback, target=None, min_assets=2)
-
-
-def score_table(model: torch.nn.Module, panel: Panel, batches: Iterable[Any], params: RankerParams) -> pa.Table:
-    """The scores of a model in evaluation mode, as `table_of` gives them.
-
-    ``batches`` are what `lists_to_score` gives, or other `memfit.data.DateBatch`.
-    """
-    import torch
-
-    device, sectors = next(model.parameters()).device, sectors_of(panel, params.data).astype(np.int64)
-
-    def rows(batch: Any) -> tuple[Any, Any, torch.Tensor]:
-        assets = batch.asset_indices
-        given = {"windows": batch.windows, "lists": np.zeros(len(assets), np.int64), "sectors": sectors[assets]}
-        found = own.call(model, INPUTS, lambda name: torch.from_numpy(given[name]).to(device))
-        return np.full(len(assets), batch.date_index), assets, found
-
-    return scores_of(model, panel, params.data, batches, rows=rows, precision=params.train.precision)
-
-
 def score(panel: Panel, dates: npt.NDArray[np.int64], checkpoint: Path, params: RankerParams) -> pa.Table:
-    """A checkpoint's scores on given dates: the columns of `score_table`, for every asset with a whole window."""
+    """A checkpoint's scores on given dates, for every asset with a whole window."""
     from memfit.training import find_device, load_checkpoint
 
     model = _new_model(params).to(find_device(params.train.device)).eval()
     model.load_state_dict(load_checkpoint(checkpoint)["model"])
-    return score_table(model, panel, lists_to_score(panel, dates, params), params)
+    return folds.score_table(model, panel, params, ListBatches(panel, dates, params, seed=None))
 
 
 def validation_metrics(scores: pa.Table, params: RankerParams) -> dict[str, float]:
@@ -174,56 +133,34 @@ def _loss(params: RankerParams) -> RankerLoss:
     return RankerLoss(**params.train.loss.model_dump())
 
 
-def _new_model(params: RankerParams) -> torch.nn.Module:
+def _new_model(params: RankerParams, scale: tuple[Any, Any] | None = None) -> torch.nn.Module:
+    import torch
+
     from memfit_workloads.ranker.model import scaled
 
     sizes = folds.sizes_of(params.data)
-    return scaled(own.build(params.model, **sizes), sizes["num_features"])
+    plain = np.zeros(sizes["num_features"], np.float32), np.ones(sizes["num_features"], np.float32)
+    return scaled(own.build(params.model, **sizes), *map(torch.from_numpy, scale or plain))
 
 
 def _started_model(context: Context, params: RankerParams, fold: folds.Fold) -> torch.nn.Module:
     """A new model, or one with the weights of the fold before where that was asked for."""
-    import torch
-
     from memfit.training import find_device, load_checkpoint, seed_everything
 
     seed_everything(context.seed)
-    model: Any = _new_model(params).to(find_device(params.train.device))
-    model.scale.set(*map(torch.from_numpy, fold.scale))
+    model = _new_model(params, fold.scale).to(find_device(params.train.device))
     if context.previous is not None:
         model.load_state_dict(load_checkpoint(context.previous.path("latest"))["model"])
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _check(params: RankerParams) -> None:
     """Refuse data, folds and a network that cannot be trained."""
     folds.check(params, splitter(params), lambda: params.train.dates_per_batch)
     rows, sizes = own.ROWS, folds.sizes_of(params.data)
-    inputs: dict[str, Any] = dict.fromkeys(INPUTS, ("int64", (rows,)))
+    inputs: dict[str, Any] = dict.fromkeys(ListBatch.INPUTS, ("int64", (rows,)))
     inputs["windows"] = "float32", (rows, sizes["lookback"], sizes["num_features"])
     own.try_out(params.model, lambda: _new_model(params), inputs, (rows, sizes["num_horizons"]))
-
-
-def check_judging(params: RankerParams) -> None:
-    """Refuse folds that cannot be judged: without prices, dates in the period, or checkpoints to blend."""
-    check_market(params.data)
-    dates, _ = possible_dates(params.data)
-    begin, end = (None if day is None else np.datetime64(day) for day in (params.start_date, params.end_date))
-    if len(dates) and ((begin is not None and begin > dates[-1]) or (end is not None and end < dates[0])):
-        raise ConfigError(
-            f"no fold tests a date from {begin or 'the first'} to {end or 'the last'}.",
-            rule=f"the folds test dates from {dates[0]} to {dates[-1]}, and what is judged are their test dates.",
-            remedy="choose another period: --set params.start_date=... --set params.end_date=...",
-        )
-    epochs, pattern = range(1, params.train.num_epochs + 1), params.blend
-    saved = ["latest", *(["best"] if params.train.valid_share else [])]
-    saved += [f"ema_epoch_{epoch}.pt" for epoch in params.train.ema_epochs if epoch in epochs]
-    if pattern and not fnmatch.filter(saved, pattern):
-        raise ConfigError(
-            f"no fold saves a checkpoint that matches '{pattern}'.",
-            rule=f"blend names the checkpoints of a fold that are averaged: {', '.join(saved)}.",
-            remedy="--set params.blend=latest, or --set params.train.ema_epochs=[...]",
-        )
 
 
 RANKER = Workload(
@@ -246,6 +183,8 @@ RANKER = Workload(
             phases=("load", "train", "checkpoint", "validate"),
             probe=Probe(loader, training_step),
         ),
-        *finance.stages(score, market, reads=("data", "model", "train"), check=check_judging),
+        *finance.stages(
+            score, market, reads=("data", "model", "train"), check=lambda params: check_market(params.data)
+        ),
     ),
 )

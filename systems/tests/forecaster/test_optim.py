@@ -121,28 +121,6 @@ def test_the_remedy_for_too_many_cycles_fits():
     trace("warm_restarts", 10, cycles=2)
 
 
-def test_a_schedule_goes_on_from_its_state():
-    def make():
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-3)
-        return optimizer, make_schedule("warm_restarts", optimizer, 12, floor_share=0.1, cycles=2, warmup_share=0.1)
-
-    def step(optimizer, schedule, times):
-        rates = []
-        for _ in range(times):
-            optimizer.step()
-            schedule.step()
-            rates.append(optimizer.param_groups[0]["lr"])
-        return rates
-
-    whole = step(*make(), 12)
-    optimizer, schedule = make()
-    first = step(optimizer, schedule, 5)
-    other, again = make()
-    other.load_state_dict(optimizer.state_dict())
-    again.load_state_dict(schedule.state_dict())
-    assert first + step(other, again, 7) == whole
-
-
 def test_a_trainer_says_which_schedule_it_has():
     model = torch.nn.Linear(1, 1)
     optimizer = make_optimizer(TrainSettings(), model)

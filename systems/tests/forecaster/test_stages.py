@@ -109,9 +109,6 @@ def test_what_a_config_cannot_train_with_is_refused_before_the_first_job_by_the_
 
     cycles = {"schedule": "warm_restarts", "cycles": 5, "num_epochs": 2}
     assert "--set params.train.cycles=3" in refused("5 cycles take 62 steps at least, and the run has 17", train=cycles)
-    assert "params.pretrain.num_epochs" in refused(
-        "5 cycles take", train=cycles | {"num_epochs": 20}, pretrain={"num_epochs": 1}
-    )
     settings_of(merged(SMALL, {"train": cycles | {"num_epochs": 40}}))
     assert "params.splits.n_splits" in refused("cannot be cut into 300 test blocks", splits={"n_splits": 300})
     assert "params.train.valid_share" in refused("none is left to fit on", train={"valid_share": 0.99})

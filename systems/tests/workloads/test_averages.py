@@ -97,15 +97,18 @@ def test_counters_can_be_taken_from_the_last_file(save, tmp_path):
 
 @pytest.mark.proves("C-46")
 def test_different_trainings_are_refused_unless_told(save, tmp_path):
-    a = save("a.pt", weights(1), identity={"seed": 1, "optimizer": "AdamW"})
-    b = save("b.pt", weights(2), fit="f2", identity={"seed": 2, "optimizer": "AdamW"})
-    with pytest.raises(UsageError, match=r"different trainings \(seed: 1 and 2\)"):
+    a, b = save("a.pt", weights(1)), save("b.pt", weights(2), fit="f2")
+    with pytest.raises(
+        UsageError, match=r"b\.pt: nothing there says that it is of the training that wrote .*a\.pt \(f1\)"
+    ):
         average_checkpoints([a, b], tmp_path / "out.pt")
     silent = save("c.pt", weights(3), fit=None)
-    with pytest.raises(UsageError, match=r"c\.pt: nothing there says which training"):
+    with pytest.raises(UsageError, match=r"c\.pt: nothing there says"):
         average_checkpoints([a, silent], tmp_path / "out.pt")
     average_checkpoints([a, b, silent], tmp_path / "out.pt", allow_unrelated=True)
-    with pytest.raises(UsageError, match=r"out\.pt: nothing there says"):  # the mean of two is of neither
+    with pytest.raises(
+        UsageError, match=r"a\.pt: nothing there says .* wrote .*out\.pt \(not said\)"
+    ):  # the mean of two is of neither
         average_checkpoints([tmp_path / "out.pt", a], tmp_path / "again.pt")
 
 

@@ -139,19 +139,13 @@ def test_a_fold_run_again_trains_nothing_and_reports_the_same(planted):
 
 
 def test_what_is_fitted_and_validated_is_of_the_training_dates_and_apart(tmp_path, monkeypatch):
-    seen = {"fit": set(), "valid": set()}
-    fitted, scored = stages.ListBatches, stages.lists_to_score
+    seen, made = {}, stages.ListBatches
 
-    def fit(panel, dates, params, **options):
-        seen["fit"] |= set(dates.tolist())
-        return fitted(panel, dates, params, **options)
+    def watched(panel, dates, params, **options):
+        seen[("fit", "valid", "test")[len(seen)]] = set(dates.tolist())
+        return made(panel, dates, params, **options)
 
-    def valid(panel, dates, params):
-        seen.setdefault("test" if seen.get("valid") else "valid", set()).update(dates.tolist())
-        return scored(panel, dates, params)
-
-    monkeypatch.setattr(stages, "ListBatches", fit)
-    monkeypatch.setattr(stages, "lists_to_score", valid)
+    monkeypatch.setattr(stages, "ListBatches", watched)
     params = make_params(SMALL, num_epochs=1, valid_share=0.2)
     fold = Fold(tmp_path, params, 2)
     fold.train()
@@ -166,8 +160,8 @@ def test_what_is_fitted_and_validated_is_of_the_training_dates_and_apart(tmp_pat
     assert mean == pytest.approx(np.nanmean(values, axis=0), abs=1e-5)
     assert sd == pytest.approx(np.nanstd(values, axis=0), abs=1e-5)
     saved = load_checkpoint(fold.dir / "latest")["model"]
-    assert np.array_equal(saved["scale.mean_F"].numpy(), mean)
-    assert np.array_equal(saved["scale.sd_F"].numpy(), sd)
+    assert np.array_equal(saved["scale_mean_F"].numpy(), mean)
+    assert np.array_equal(saved["scale_sd_F"].numpy(), sd)
 
 
 def test_an_early_stop_is_on_validation_and_reports_the_snapshots_that_are_missing(tmp_path, monkeypatch):

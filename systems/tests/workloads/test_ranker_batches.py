@@ -81,31 +81,6 @@ def test_an_epoch_is_the_same_again_and_another_is_in_another_order_with_other_p
     )
 
 
-@pytest.mark.parametrize("given", [0, 1, 2])
-def test_a_resume_in_mid_epoch_goes_on_with_the_next_batch(panel, given):
-    params = make_params(dates_per_batch=5)
-
-    def begun():
-        batches = ListBatches(panel, np.arange(12), params, seed=3)
-        batches.set_epoch(2)
-        return batches
-
-    whole = contents(begun())
-    stopped, resumed = begun(), ListBatches(panel, np.arange(12), params, seed=3)
-    iterator = iter(stopped)
-    for _ in range(given):
-        next(iterator)
-    resumed.load_state_dict(stopped.state_dict())
-    assert_same(contents(resumed), whole[given:])
-
-
-def test_the_longest_batch_is_as_large_as_any_and_disturbs_nothing(panel):
-    batches = ListBatches(panel, np.arange(12), make_params(dates_per_batch=5), seed=3)
-    before = contents(batches)
-    assert len(batches.longest().windows) == 5 * NUM_ASSETS == max(len(one["windows"]) for one in before)
-    assert_same(contents(batches), before)
-
-
 def test_pairs_are_drawn_within_the_list_and_are_all_there_are_where_these_are_few(panel):
     few = ListBatches(panel, np.arange(8), make_params(dates_per_batch=4, pairs_per_asset=5), seed=1)
     own = np.tile(np.arange(NUM_ASSETS), 4)[:, None]

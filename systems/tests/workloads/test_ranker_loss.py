@@ -106,6 +106,8 @@ def make_batch(sizes=(4, 3, 5), horizons=2, weights=(1.0, 0.5, 0.25), seed=0):
         sectors=np.full(num, -1),
         weights=np.repeat(np.array(weights, np.float32), sizes),
         partners=np.concatenate([rng.integers(0, size, (size, 3)) for size in sizes]),
+        dates=np.zeros(num, np.int64),
+        assets=np.zeros(num, np.int64),
     )
 
 
