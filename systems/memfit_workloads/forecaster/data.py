@@ -94,11 +94,8 @@ def volatility_ranks(returns: Array) -> npt.NDArray[np.float32]:
     known at the date's close. ``returns`` (num_dates, num_assets) are those over the date that follows each. A date
     with too little past has 0.5.
     """
-    known_on = np.full(len(returns), np.nan)  # the mean return that ends on a date
-    for date in range(1, len(returns)):
-        before = returns[date - 1]
-        known = np.isfinite(before)
-        known_on[date] = before[known].mean(dtype=np.float64) if known.any() else np.nan
+    known = [row[np.isfinite(row)] for row in returns[:-1]]
+    known_on = np.array([np.nan, *(row.mean(dtype=np.float64) if len(row) else np.nan for row in known)])
     ranks, past = np.full(len(returns), 0.5, np.float32), list[float]()
     for date in range(_VOLATILITY_DATES, len(returns)):
         volatility = float(known_on[date - _VOLATILITY_DATES + 1 : date + 1].std())

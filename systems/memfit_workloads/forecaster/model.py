@@ -182,6 +182,19 @@ class Forecaster(nn.Module):
         masks = torch.zeros(aligned.shape, dtype=dtype, device=like.device)
         return masks.masked_fill_(~aligned, float("-inf"))[..., :size]
 
+    def kept_bytes(self, rows: int, largest_day: int) -> int:
+        """Return what a training step keeps for its backward pass in float32, at least.
+
+        What a kernel needs while it runs comes on top: on a CPU the measured peak of a step was 1.2 to 1.6 times as
+        much as this and the weights' states. ``rows`` are the assets of all days of a batch, ``largest_day`` those of
+        its largest.
+        """
+        lookback, width = self.trunk.position_LD.shape
+        per_date = 10 * self.selection.norm.normalized_shape[0] + 6 * width
+        per_row = lookback * per_date + 4 * width + len(self.layers) * 13 * width
+        per_mask = 2 * -(-rows // largest_day) * largest_day**2
+        return 4 * (rows * per_row + per_mask)
+
 
 def graph_edges(neighbours_NK: torch.Tensor, sectors_N: torch.Tensor, lists: Lists) -> torch.Tensor:
     """Return the graph of each day as (2, G, A, A) bool: correlation edges both ways, and those within a sector.
@@ -231,17 +244,3 @@ def pretraining_loss(model: Masked, batch: Any, *, share: float = 0.15) -> tuple
 def on_device(values: Any, like: torch.Tensor) -> torch.Tensor:
     """Return an array or tensor as a tensor where ``like`` lies."""
     return torch.as_tensor(values).to(like.device)
-
-
-def memory_bytes(model: Forecaster, rows: int, largest_day: int) -> int:
-    """Return what a training step takes at least in float32: weights, gradients, AdamW's state, kept activations.
-
-    What a kernel needs while it runs comes on top: on a CPU the measured peak was 1.2 to 1.6 times as much. ``rows``
-    are the assets of all days of a batch, ``largest_day`` those of its largest.
-    """
-    num_weights = sum(one.numel() for one in model.parameters())
-    lookback, width = model.trunk.position_LD.shape
-    per_date = 10 * model.selection.norm.normalized_shape[0] + 6 * width
-    per_row = lookback * per_date + 4 * width + len(model.layers) * 13 * width
-    per_mask = 2 * -(-rows // largest_day) * largest_day**2
-    return 4 * (4 * num_weights + rows * per_row + per_mask)

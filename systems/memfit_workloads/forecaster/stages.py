@@ -27,36 +27,13 @@ from memfit_workloads.forecaster.data import largest_day, prepare, splitter
 from memfit_workloads.forecaster.params import ForecasterParams
 
 if TYPE_CHECKING:
-    from memfit.training import ByGroup
+    from memfit.training import FitResult
     from memfit_workloads.forecaster.loss import ForecastLoss
 
 #: What a process with torch takes before it has a model.
 _BASE_BYTES = 200 << 20
 _YEAR = 252
 Floats = npt.NDArray[np.float64]
-
-
-class Fold(folds.Fold):
-    """The batches of a fold, which share one scale of the features: that of the dates that are fitted."""
-
-    def __init__(self, context: Context, params: ForecasterParams) -> None:
-        super().__init__(context, params)
-        self._context, self._params = context, params
-
-    def batches(self) -> tuple[DayBatches, DayBatches]:
-        """Return the training batches, and those that say when it is best."""
-        return self.fitted(self._params.train.num_workers), self.in_order(self.valid_dates)
-
-    def fitted(self, num_workers: int) -> DayBatches:
-        """Return the training batches."""
-        return self._batches(self.fit_dates, seed=self._context.seed, num_workers=num_workers)
-
-    def in_order(self, dates: npt.NDArray[np.int64]) -> DayBatches:
-        """Return the days of some dates as they follow each other."""
-        return self._batches(dates, seed=None)
-
-    def _batches(self, dates: npt.NDArray[np.int64], **options: Any) -> DayBatches:
-        return DayBatches(self._context["prepare"], dates, self._params, self.scale, **options)
 
 
 def pretrain(context: Context, params: ForecasterParams) -> dict[str, float]:
@@ -69,10 +46,10 @@ def pretrain(context: Context, params: ForecasterParams) -> dict[str, float]:
     from memfit_workloads.forecaster.model import Masked, pretraining_loss
 
     phase("load")
-    fold, settings = Fold(context, params), params.train.model_copy(update=params.pretrain.model_dump())
+    settings = params.train.model_copy(update=params.pretrain.model_dump())
     seed_everything(context.seed)
     model = Masked(_new_model(params)).to(find_device(settings.device))
-    result = folds.fit(context, params, model, pretraining_loss, fold.batches(), settings=settings, split=_by_day())
+    result = _fit(context, params, folds.Fold(context, params), model, pretraining_loss, settings=settings)
     last = result.history[-1]
     context.save("latest", checkpoint_path(context.dir / "latest"))
     return {"train_loss": last.train_loss, "valid_loss": (last.metrics or {})["valid_loss"]}
@@ -89,16 +66,15 @@ def train_fold(context: Context, params: ForecasterParams) -> dict[str, float]:
     from memfit.training import checkpoint_path, load_checkpoint
 
     phase("load")
-    fold = Fold(context, params)
+    fold = folds.Fold(context, params)
     model = _started_model(context, params)
     how: dict[str, Any] = {"best_metric": "valid_rank_ic", "direction": "maximize"}
-    data, split = fold.batches(), _by_day()
-    result = folds.fit(context, params, model, _loss(params), data, judge=validation_figures, split=split, **how)
+    result = _fit(context, params, fold, model, _loss(params), judge=validation_figures, **how)
     phase("validate")
     epoch = result.best_epoch or len(result.history)  # without a figure in any epoch, the last
     best = checkpoint_path(context.dir / ("best" if result.best_epoch else "latest"))
     model.load_state_dict(load_checkpoint(best)["model"])
-    scores = folds.score_table(model, fold.panel, params, fold.in_order(fold.test_dates))
+    scores = folds.score_table(model, fold.panel, params, _days(context, params, fold, fold.test_dates))
     context.save("scores", scores)
     context.save("model", best)
     found: dict[str, Any] = fold_figures(scores, params.data)
@@ -185,7 +161,8 @@ def fold_figures(scores: pa.Table, data: DataParams) -> dict[str, float]:
 
 def loader(context: Context, params: ForecasterParams, num_workers: int) -> DayBatches:
     """The batches that a fold trains on, made ahead by so many threads."""
-    return Fold(context, params).fitted(num_workers)
+    fold = folds.Fold(context, params)
+    return _days(context, params, fold, fold.fit_dates, seed=context.seed, num_workers=num_workers)
 
 
 def training_step(context: Context, params: ForecasterParams) -> Callable[[DayBatch], None]:
@@ -196,21 +173,19 @@ def training_step(context: Context, params: ForecasterParams) -> Callable[[DayBa
 def least_memory(params: ForecasterParams) -> int:
     """The bytes that the training of a fold takes at least: torch, the network, and one forward and backward pass.
 
-    Of a network of the user's own these are its weights, their gradients and AdamW's state.
+    Of a network of the user's own these are its weights, their gradients and AdamW's state alone.
     """
     import torch
 
-    from memfit_workloads.forecaster.model import memory_bytes
-
     with torch.device("meta"):
         model = _new_model(params)
+    states: int = 4 * sum(one.nbytes for one in model.parameters())
     if params.model.is_own:
-        num_weights: int = sum(one.numel() for one in model.parameters())
-        return _BASE_BYTES + 4 * 4 * num_weights
+        return _BASE_BYTES + states
     day, asked, rows = largest_day(params.data), params.train.microbatch_size, params.train.batch_size
     if asked is not None:
         rows = min(rows, day * (1 if asked == "auto" else asked))
-    return _BASE_BYTES + memory_bytes(model, max(rows, day), day)
+    return _BASE_BYTES + states + int(model.kept_bytes(max(rows, day), day))
 
 
 def _check(params: ForecasterParams) -> None:
@@ -240,10 +215,18 @@ def _started_model(context: Context, params: ForecasterParams) -> Any:
     return model.to(find_device(params.train.device))
 
 
-def _by_day() -> ByGroup:
+def _days(context: Context, params: ForecasterParams, fold: folds.Fold, dates: Any, **options: Any) -> DayBatches:
+    """The batches of some dates of a fold; without a seed in their order."""
+    return DayBatches(context["prepare"], dates, params, fold.scale, **{"seed": None, **options})
+
+
+def _fit(
+    context: Context, params: ForecasterParams, fold: folds.Fold, model: Any, loss: Any, **options: Any
+) -> FitResult:
     from memfit.training import ByGroup
 
-    return ByGroup(lambda batch: batch.days)
+    data = loader(context, params, params.train.num_workers), _days(context, params, fold, fold.valid_dates)
+    return folds.fit(context, params, model, loss, data, split=ByGroup(lambda batch: batch.days), **options)
 
 
 def _loss(params: ForecasterParams) -> ForecastLoss:
