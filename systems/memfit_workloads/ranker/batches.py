@@ -23,7 +23,7 @@ class ListBatch:
         windows, targets: (n, lookback, num_features); (n, num_horizons), NaN where not known.
         lists, weights: (n,) the number of the row's list within the batch; of its date, 1 for the newest of the batch.
         sectors: (n,) the number of the row's sector, -1 if not known.
-        partners: (n, num_pairs) the assets, as places within the list, that the row is compared with; its own is none.
+        partners: (n, num_pairs) the assets, as places within the list, that the row is compared with; never its own.
         dates, assets: (n,) positions in ``panel.dates`` and ``panel.assets``.
     """
 
@@ -35,8 +35,8 @@ class ListBatch:
     sectors: NDArray[np.int64]
     weights: NDArray[np.float32]
     partners: NDArray[np.int64]
-    dates: NDArray[np.int64]
-    assets: NDArray[np.int64]
+    dates: NDArray[np.int32]
+    assets: NDArray[np.int32]
 
 
 class ListBatches(GroupedDates[ListBatch]):
@@ -86,8 +86,8 @@ class ListBatches(GroupedDates[ListBatch]):
             sectors=self._sectors[assets],
             weights=np.repeat(self._date_weights(dates), sizes),
             partners=np.concatenate([self._partners(one) for one in group]),
-            dates=np.repeat(dates, sizes),
-            assets=assets,
+            dates=np.repeat(np.array(dates, np.int32), sizes),
+            assets=assets.astype(np.int32),
         )
 
     def _date_weights(self, dates: Sequence[int]) -> NDArray[np.float32]:
@@ -103,13 +103,9 @@ class ListBatches(GroupedDates[ListBatch]):
         return weights
 
     def _partners(self, one: DateBatch) -> NDArray[np.int64]:
-        """(n, num_pairs): all other assets where they are few, else so many draws; padded with the asset itself."""
+        """(n, num_pairs): draws among the other assets."""
         size = len(one.asset_indices)
-        if size - 1 <= self._num_pairs:
-            steps = np.zeros((size, self._num_pairs), np.int64)
-            steps[:, : size - 1] = np.arange(1, size)
-        else:
-            key = [self._seed, self.state_dict()["epoch"], one.date_index, int(one.asset_indices[0])]
-            steps = np.random.default_rng(key).integers(1, size, (size, self._num_pairs))
+        key = [self._seed, self.state_dict()["epoch"], one.date_index, int(one.asset_indices[0])]
+        steps = np.random.default_rng(key).integers(1, size, (size, self._num_pairs))
         partners: NDArray[np.int64] = (np.arange(size)[:, None] + steps) % size
         return partners

@@ -199,7 +199,7 @@ def fold_dates(here, fold):
 @pytest.mark.proves("S2-44")
 @pytest.mark.slow
 def test_an_encoder_that_was_pretrained_starts_a_folds_training(tmp_path, monkeypatch):
-    params = ForecasterParams.model_validate(merged(SMALL, {"pretrain": {"num_epochs": 2}, "train": {"num_epochs": 1}}))
+    params = ForecasterParams.model_validate(merged(SMALL, {"pretrain": {"num_epochs": 4}, "train": {"num_epochs": 1}}))
     here = StagesHere(tmp_path, FORECASTER, params)
     cold = stages._started_model(*parts(StagesHere(tmp_path / "cold", FORECASTER, without(params))))
     pretrained = here.run("pretrain", 1)

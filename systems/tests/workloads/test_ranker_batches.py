@@ -81,16 +81,12 @@ def test_an_epoch_is_the_same_again_and_another_is_in_another_order_with_other_p
     )
 
 
-def test_pairs_are_drawn_within_the_list_and_are_all_there_are_where_these_are_few(panel):
+def test_pairs_are_drawn_within_the_list(panel):
     few = ListBatches(panel, np.arange(8), make_params(dates_per_batch=4, pairs_per_asset=5), seed=1)
     own = np.tile(np.arange(NUM_ASSETS), 4)[:, None]
     for one in few:
         assert one.partners.shape == (80, 5)
         assert ((one.partners >= 0) & (one.partners < NUM_ASSETS) & (one.partners != own)).all()
-    every = ListBatches(panel, np.arange(8), make_params(dates_per_batch=4, pairs_per_asset=25), seed=1)
-    for one in every:
-        assert all(set(row.tolist()) == set(range(NUM_ASSETS)) for row in one.partners)  # itself is the padding
-        assert ((one.partners == own).sum(axis=1) == 25 - 19).all()
     none = make_params(loss={"listnet": 1.0, "ranknet": 0.0})
     assert next(iter(ListBatches(panel, np.arange(8), none, seed=1))).partners.shape[1] == 0
 
