@@ -61,20 +61,15 @@ def average(
 
 
 def expand_files(words: tuple[str, ...]) -> list[Path]:
-    """The files that words name: a word that is no file and holds ``*``, ``?`` or ``[`` names all that match."""
+    """The files that words name: a word that is not there and holds ``*``, ``?`` or ``[`` names all that match."""
     found: list[Path] = []
     for word in words:
-        path = Path(word)
-        if path.is_file():
-            found.append(path)
-            continue
-        anchor = Path(path.anchor)
-        matches = anchor.glob(str(path.relative_to(anchor))) if set("*?[") & set(word) else ()
-        files = sorted(matches, key=natural_order)
+        path, anchor = Path(word), Path(Path(word).anchor)
+        files = [path] if path.exists() else sorted(anchor.glob(str(path.relative_to(anchor))), key=natural_order)
         if not files:
             there = sorted((entry.name for entry in path.parent.glob("*.pt")), key=natural_order)
             raise UsageError(
-                f"{word} is not there" + (f"; {path.parent} has {', '.join(there[:10])}." if there else "."),
+                f"{word} is not there; {path.parent} has {', '.join(there[:10]) or 'no *.pt'}.",
                 rule="every name is a file and every pattern finds one: a training that stopped early has not written "
                 "the snapshots of later epochs.",
                 remedy="name the snapshots that are there, or take all that are by a pattern: 'ema_epoch_*.pt'",

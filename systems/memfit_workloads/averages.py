@@ -61,11 +61,7 @@ def average_checkpoints(
         _check_related(paths, contents)
     for path, state in zip(paths[1:], states[1:], strict=True):
         _check_names(paths[0], states[0], path, state)
-    averaged: dict[str, Any] = {}
-    for name in states[0]:
-        values = [state[name] for state in states]
-        is_tensor = all(isinstance(value, torch.Tensor) for value in values)
-        averaged[name] = _mean(name, values, paths, integer_buffers) if is_tensor else _same(name, values, paths)
+    averaged = {name: _mean(name, [state[name] for state in states], paths, integer_buffers) for name in states[0]}
     is_one = len({source.fit for source in sources}) == 1
     state = {
         "model": averaged,
@@ -82,17 +78,14 @@ def average_checkpoints(
 
 
 def _check_paths(paths: Sequence[Path], output: Path) -> None:
-    resolved = [path.resolve() for path in paths]
+    resolved = [path.resolve() for path in [*paths, output]]
     twice = next((path for path in resolved if resolved.count(path) > 1), None)
-    if not paths:
-        what, rule = "There is nothing to average.", "it takes one checkpoint or more."
-        raise UsageError(what, rule=rule, remedy="name the files")
-    if output.resolve() in resolved:
-        what, rule = f"{output} is one of the files to average.", "the inputs stay as they are, to check the average."
-        raise UsageError(what, rule=rule, remedy="name another --output")
-    if twice is not None:
-        what, rule = f"{twice} is named twice.", "each file counts once in a mean."
-        raise UsageError(what, rule=rule, remedy="name each file once")
+    if not paths or twice is not None:
+        raise UsageError(
+            "There is nothing to average." if twice is None else f"{twice} is named twice.",
+            rule="each file counts once in a mean, which is written to a file of its own.",
+            remedy="name each file once, and another --output",
+        )
 
 
 def _source_of(path: Path, content: Mapping[str, Any]) -> Source:
@@ -107,10 +100,10 @@ def _state_of(path: Path, content: Any) -> dict[str, Any]:
     inner: Any = content if isinstance(content, Mapping) else {}
     inner = next((inner[name] for name in _WRAPPERS if isinstance(inner.get(name), Mapping)), inner)
     state = {name: value for name, value in inner.items() if name != "n_averaged"}  # of torch's AveragedModel
-    if not any(isinstance(value, torch.Tensor) for value in state.values()):
+    if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         found = f"the keys {list(content)[:_NUM_NAMED]}" if isinstance(content, Mapping) else type(content).__name__
         raise UsageError(
-            f"{path} holds no state dict: found {found}.",
+            f"{path} holds no state dict of tensors: found {found}.",
             rule=f"weights are looked for at the top, and under {', '.join(_WRAPPERS)}.",
             remedy="save the model's state_dict() with torch.save",
         )
@@ -121,45 +114,34 @@ def _state_of(path: Path, content: Any) -> dict[str, Any]:
 
 def _check_related(paths: Sequence[Path], contents: Sequence[Mapping[str, Any]]) -> None:
     fits = [content.get("fit") for content in contents]
-    if len(paths) == 1 or (len(set(fits)) == 1 and fits[0] is not None):
-        return
-    silent = [str(path) for path, fit in zip(paths, fits, strict=True) if fit is None]
-    if silent:
-        what = f"{', '.join(silent[:_NUM_NAMED])}: nothing there says which training wrote it."
-    else:
-        other = next(index for index, fit in enumerate(fits) if fit != fits[0])
-        one, two = (contents[index].get("identity") or {} for index in (0, other))
-        differing = [name for name in sorted({*one, *two}) if one.get(name) != two.get(name)][:_NUM_NAMED]
-        details = "; ".join(f"{name}: {one.get(name)} and {two.get(name)}" for name in differing)
-        what = f"{paths[0]} and {paths[other]} are of different trainings{f' ({details})' if details else ''}."
-    raise UsageError(
-        what,
-        rule="a mean of weights means something along one training; between trainings, folds included, it lies where "
-        "none of them is good.",
-        remedy="average the predictions of different trainings instead; or pass --allow-unrelated if the files began "
-        "from the same weights",
-    )
+    others = [path for path, fit in zip(paths[1:], fits[1:], strict=True) if fit is None or fit != fits[0]]
+    if others:
+        named = ", ".join(map(str, others[:_NUM_NAMED]))
+        raise UsageError(
+            f"{named}: nothing there says that it is of the training that wrote {paths[0]} ({fits[0] or 'not said'}).",
+            rule="a mean of weights means something along one training; between trainings, folds included, it lies "
+            "where none of them is good.",
+            remedy="average the predictions of different trainings instead; or pass --allow-unrelated if the files "
+            "began from the same weights",
+        )
 
 
 def _check_names(first: Path, expected: Mapping[str, Any], path: Path, state: Mapping[str, Any]) -> None:
-    faults = [f"'{name}' is only in {first}" for name in expected if name not in state]
-    faults += [f"'{name}' is only in {path}" for name in state if name not in expected]
-    for name in expected:
-        if name in state and (a := _describe(expected[name])) != (b := _describe(state[name])):
+    faults = [f"'{name}' is only in {first if name in expected else path}" for name in expected.keys() ^ state.keys()]
+    for name in expected.keys() & state.keys():
+        if (a := _describe(expected[name])) != (b := _describe(state[name])):
             faults.append(f"'{name}' is {a} in {first} and {b} in {path}")
     if faults:
         more = f"; and {len(faults) - _NUM_NAMED} more" if len(faults) > _NUM_NAMED else ""
         raise UsageError(
-            f"{'; '.join(faults[:_NUM_NAMED])}{more}.",
+            f"{'; '.join(sorted(faults)[:_NUM_NAMED])}{more}.",
             rule="names, shapes and types of all tensors are the same in all files.",
             remedy="average files of one model",
         )
 
 
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return f"a {type(value).__name__}"
+def _describe(value: torch.Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def _mean(
@@ -167,8 +149,14 @@ def _mean(
 ) -> torch.Tensor:
     first = values[0]
     if not (first.is_floating_point() or first.is_complex()):
-        if integer_buffers == "equal":
-            _same(name, values, paths)
+        other = next((index for index, value in enumerate(values) if not torch.equal(first, value)), None)
+        if other is not None and integer_buffers == "equal":
+            both = f": {first.item()} and {values[other].item()}" if first.numel() == 1 else ""
+            raise UsageError(
+                f"'{name}' differs between {paths[0]} and {paths[other]}{both}.",
+                rule="what has no mean, such as a counter, must be equal in all files.",
+                remedy="pass --integer-buffers last to take such tensors from the last file",
+            )
         return values[-1].clone()
     total = first.to(torch.complex128 if first.is_complex() else torch.float64, copy=True)
     for value in values[1:]:
@@ -182,26 +170,3 @@ def _mean(
             remedy="leave that file out",
         )
     return mean
-
-
-def _same(name: str, values: list[Any], paths: Sequence[Path]) -> Any:
-    first = values[0]
-    for path, value in zip(paths[1:], values[1:], strict=True):
-        if not _equal(first, value):
-            is_tensor = isinstance(value, torch.Tensor)
-            both = f": {first.item()} and {value.item()}" if is_tensor and value.numel() == 1 else ""
-            flag = "pass --integer-buffers last to take such tensors from the last file"
-            raise UsageError(
-                f"'{name}' differs between {paths[0]} and {path}{both}.",
-                rule="what has no mean, such as a counter, must be equal in all files.",
-                remedy=flag if is_tensor else "average files that agree on it",
-            )
-    return first
-
-
-def _equal(one: Any, other: Any) -> bool:
-    (a, structure), (b, other_structure) = map(torch.utils._pytree.tree_flatten, (one, other))
-    return structure == other_structure and all(
-        type(x) is type(y) and (torch.equal(x, y) if isinstance(x, torch.Tensor) else bool(x == y))
-        for x, y in zip(a, b, strict=True)
-    )

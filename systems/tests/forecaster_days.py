@@ -2,14 +2,15 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 
 @dataclass(frozen=True)
 class DayBatch:
+    INPUTS: ClassVar = ("batch",)
     windows: torch.Tensor
-    known: torch.Tensor
     targets: torch.Tensor
     days: torch.Tensor
     neighbours: torch.Tensor
@@ -18,7 +19,7 @@ class DayBatch:
 
 
 def make_days(sizes, *, lookback=5, num_features=6, num_horizons=3, num_neighbours=2, dtype=torch.float64, seed=0):
-    """Random days of these sizes; a tenth of the features and targets is unknown."""
+    """Random days of these sizes; a tenth of the targets is unknown."""
     draw, rows = torch.Generator().manual_seed(seed), sum(sizes)
 
     def normal(*shape):
@@ -27,11 +28,9 @@ def make_days(sizes, *, lookback=5, num_features=6, num_horizons=3, num_neighbou
     def rare(*shape):
         return torch.rand(shape, generator=draw) < 0.1
 
-    known = ~rare(rows, lookback, num_features)
     neighbours = [torch.randint(-1, size, (size, num_neighbours), generator=draw) for size in sizes]
     return DayBatch(
-        windows=normal(rows, lookback, num_features).masked_fill(~known, 0.0),
-        known=known,
+        windows=normal(rows, lookback, num_features),
         targets=normal(rows, num_horizons).masked_fill(rare(rows, num_horizons), float("nan")),
         days=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)),
         neighbours=torch.cat(neighbours),

@@ -14,7 +14,7 @@ from memfit_workloads.ranker.stages import RANKER
 from stages_here import StagesHere
 
 PARAMS = {
-    "data": {"source": "generated", "num_dates": 110, "num_assets": 30, "num_features": 2, "turnover": 0.3,
+    "data": {"source": "generated", "num_dates": 110, "num_assets": 30, "num_features": 3, "turnover": 0.3,
              "information_coefficient": 0.5, "horizons": [1, 2], "main_horizon": 2, "lookback": 10},
     "splits": {"n_splits": 3, "embargo_size": 2},
     "model": {"patch_size": 5, "width": 64, "num_layers": 2, "num_heads": 2, "dropout": 0.1},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,6 @@ from memfit_workloads.forecaster.params import ForecasterParams
 Scale = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
-#: What a network may name as inputs; batch is a whole `DayBatch`.
-INPUTS = ("windows", "known", "days", "neighbours", "sectors", "batch")
-
-
 @dataclass(frozen=True, eq=False)
 class DayBatch:
     """The assets of several whole days, one day after the other.
@@ -30,7 +26,7 @@ class DayBatch:
     Shapes: N rows, L dates of look-back, F features, H horizons, K neighbours.
 
     Attributes:
-        windows, known: (N, L, F) standardised, 0 where not known; and which values are real.
+        windows: (N, L, F) standardised; all values are known.
         targets: (N, H); NaN where not known.
         days: (N,) the number of the row's day within the batch, ascending.
         neighbours: (N, K) places within the day of the most correlated assets; -1 is none.
@@ -38,8 +34,9 @@ class DayBatch:
         dates, assets: (N,) positions in ``panel.dates`` and ``panel.assets``.
     """
 
+    #: What a network may name as inputs; batch is a whole `DayBatch`.
+    INPUTS: ClassVar = ("windows", "days", "neighbours", "sectors", "batch")
     windows: NDArray[np.float32]
-    known: NDArray[np.bool_]
     targets: NDArray[np.float32]
     days: NDArray[np.int64]
     neighbours: NDArray[np.int64]
@@ -111,10 +108,8 @@ class DayBatches(GroupedDates[DayBatch]):
         sizes = [len(one.asset_indices) for one in group]
         dates = np.repeat([one.date_index for one in group], sizes)
         assets = np.concatenate([one.asset_indices for one in group])
-        windows = windows_of(group)
         return DayBatch(
-            windows=windows,
-            known=np.ones(windows.shape, bool),  # the loader gives whole windows alone
+            windows=windows_of(group),
             targets=targets_of(self.panel, self._data, group),
             days=np.repeat(np.arange(len(group)), sizes),
             neighbours=self._places(group),

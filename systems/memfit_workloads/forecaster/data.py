@@ -6,26 +6,16 @@ This loads no torch, for the processes that only prepare a run.
 from __future__ import annotations
 
 import bisect
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from memfit.errors import MissingExtraError
 from memfit.pipeline import Context
 from memfit.rundir import phase
 from memfit.splits import PurgedKFold
-from memfit_workloads.finance.panels import (
-    DataParams,
-    check_cycles,
-    check_data,
-    check_folds,
-    possible_dates,
-    prepare_folds,
-    sectors_of,
-)
+from memfit_workloads.finance.panels import DataParams, possible_dates, prepare_folds, sectors_of
 from memfit_workloads.forecaster.params import ForecasterParams
 
 Array = npt.NDArray[Any]
@@ -38,7 +28,7 @@ _CHUNK_ROWS = 1024
 def prepare(context: Context, params: ForecasterParams) -> dict[str, Any]:
     """Save the panel, its purged folds, the sectors, and what each date's past says: neighbours and volatility."""
     data, embargo = params.data, params.splits.embargo_size
-    panel, facts = prepare_folds(context, params.data, _splitter(params), embargo_size=embargo)
+    panel, facts = prepare_folds(context, params.data, splitter(params), embargo_size=embargo)
     phase("graph")
     returns = panel.target(data.target(1))
     context.save("days", {"sectors": sectors_of(panel, data), "volatility": volatility_ranks(returns)})
@@ -48,7 +38,8 @@ def prepare(context: Context, params: ForecasterParams) -> dict[str, Any]:
     return facts
 
 
-def _splitter(params: ForecasterParams) -> PurgedKFold:
+def splitter(params: ForecasterParams) -> PurgedKFold:
+    """What cuts the usable dates into folds."""
     splits = params.splits
     return PurgedKFold(splits.n_splits, purged_size=max(params.data.labels), embargo_size=splits.embargo_size)
 
@@ -103,11 +94,8 @@ def volatility_ranks(returns: Array) -> npt.NDArray[np.float32]:
     known at the date's close. ``returns`` (num_dates, num_assets) are those over the date that follows each. A date
     with too little past has 0.5.
     """
-    known_on = np.full(len(returns), np.nan)  # the mean return that ends on a date
-    for date in range(1, len(returns)):
-        before = returns[date - 1]
-        known = np.isfinite(before)
-        known_on[date] = before[known].mean(dtype=np.float64) if known.any() else np.nan
+    known = [row[np.isfinite(row)] for row in returns[:-1]]
+    known_on = np.array([np.nan, *(row.mean(dtype=np.float64) if len(row) else np.nan for row in known)])
     ranks, past = np.full(len(returns), 0.5, np.float32), list[float]()
     for date in range(_VOLATILITY_DATES, len(returns)):
         volatility = float(known_on[date - _VOLATILITY_DATES + 1 : date + 1].std())
@@ -128,19 +116,3 @@ def day_weights(ranks: npt.NDArray[np.float32], strength: float) -> npt.NDArray[
 def largest_day(data: DataParams) -> int:
     """Return how many assets the largest day has at most; of a file that is there, from its column of dates."""
     return 1 if data.path is not None and not data.path.exists() else possible_dates(data)[1]
-
-
-def check(params: ForecasterParams) -> None:
-    """Refuse data, folds, an optimizer or a schedule that cannot be trained with."""
-    data, train = params.data, params.train
-    check_data(data)
-    num_days = check_folds(data, _splitter(params), train.valid_share)
-    days_at_once = max(1, train.batch_size // largest_day(data))
-    for section in ("pretrain", "train") if train.schedule == "warm_restarts" else ():
-        if num_epochs := getattr(params, section).num_epochs:
-            key = "--set params.train.cycles"
-            more = f"train for more steps: --set params.{section}.num_epochs=..., or a smaller params.train.batch_size"
-            num_steps = -(-num_days // days_at_once) * num_epochs
-            check_cycles(train.cycles, num_steps, train.warmup_share, setting=key, more=more)
-    if train.optimizer == "adabelief" and importlib.util.find_spec("pytorch_optimizer") is None:
-        raise MissingExtraError.of("pytorch_optimizer", "forecaster", "the optimizer adabelief", "memfit-systems")

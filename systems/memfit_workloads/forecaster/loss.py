@@ -16,7 +16,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from memfit_workloads.finance.lists import Lists, standardized
-from memfit_workloads.forecaster.model import answer, on_device
+from memfit_workloads.folds import answer
+from memfit_workloads.forecaster.model import on_device
 
 _LEAST_ORDERED = 3
 _CHUNK_ELEMENTS = 1 << 20  # 4 MiB of float32, held a few times
@@ -77,7 +78,7 @@ class ForecastLoss:
 
     horizon_weights: tuple[float, ...]
     rank_weight: float
-    rank_temperature: float
+    rank_temperature: float = 0.05
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         scores_NZ = answer(model, batch)

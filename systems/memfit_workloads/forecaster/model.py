@@ -11,17 +11,13 @@ A tensor's suffix names its shape:
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from memfit_workloads import own
 from memfit_workloads.finance.lists import Lists
-from memfit_workloads.forecaster.batches import INPUTS
 
 _HEADS_SD = 0.02  # small: returns say little, and a score of 0 is the best guess before training
 _ALIGNMENT = 8  # of a mask's rows: CUDA's memory-efficient kernel copies others, once for each layer
@@ -56,7 +52,7 @@ class VariableSelection(nn.Module):
 
 
 class TemporalPool(nn.Module):
-    """Attention of the newest date over the look-back: (N, L, D) to (N, D). It skips dates without any known value."""
+    """Attention of the newest date over the look-back: (N, L, D) to (N, D)."""
 
     def __init__(self, lookback: int, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -68,16 +64,12 @@ class TemporalPool(nn.Module):
         self.join = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, z_NLD: torch.Tensor, known_NLF: torch.Tensor) -> torch.Tensor:
+    def forward(self, z_NLD: torch.Tensor) -> torch.Tensor:
         z_NLD = z_NLD + self.position_LD
         normed_NLD = self.norm(z_NLD)
         q_NH1W = self.query(normed_NLD[:, -1:]).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         k_NHLW, v_NHLW = self.key_value(normed_NLD).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        counts_NL = known_NLF.any(-1)
-        counts_NL[:, -1] = True
-        mixed_NH1W = functional.scaled_dot_product_attention(
-            q_NH1W, k_NHLW, v_NHLW, attn_mask=counts_NL[:, None, None, :]
-        )
+        mixed_NH1W = functional.scaled_dot_product_attention(q_NH1W, k_NHLW, v_NHLW)
         pooled_ND: torch.Tensor = z_NLD[:, -1] + self.dropout(self.join(mixed_NH1W.flatten(1)))
         return pooled_ND
 
@@ -165,13 +157,17 @@ class Forecaster(nn.Module):
         scores_NZ: torch.Tensor = self.heads(self.encode(batch))
         return scores_NZ
 
-    def encode(self, batch: Any) -> torch.Tensor:
-        """Return what the heads see of each asset, (N, D)."""
+    def encode(self, batch: Any, hidden_NF: torch.Tensor | None = None) -> torch.Tensor:
+        """Return what the heads see of each asset, (N, D), where some features of the newest date may be hidden."""
         like = self.heads.weight
-        x_NLF, known_NLF = on_device(batch.windows, like).to(like.dtype), on_device(batch.known, like)
+        x_NLF = on_device(batch.windows, like).to(like.dtype)
+        known_NLF = torch.ones_like(x_NLF, dtype=torch.bool)
+        if hidden_NF is not None:
+            known_NLF[:, -1] = ~hidden_NF
+            x_NLF = x_NLF * known_NLF
         lists = Lists(torch.as_tensor(batch.days), like.device)
         masks_2G1AA = self._masks(batch, lists, like)
-        z_ND = self.trunk(self.selection(x_NLF, known_NLF), known_NLF)
+        z_ND = self.trunk(self.selection(x_NLF, known_NLF))
         for layer in self.layers:
             z_ND = layer(z_ND, lists, masks_2G1AA)
         encoded_ND: torch.Tensor = self.norm(z_ND)
@@ -185,6 +181,19 @@ class Forecaster(nn.Module):
         aligned = functional.pad(edges_2GAA, (0, -size % _ALIGNMENT)).unsqueeze(2)
         masks = torch.zeros(aligned.shape, dtype=dtype, device=like.device)
         return masks.masked_fill_(~aligned, float("-inf"))[..., :size]
+
+    def kept_bytes(self, rows: int, largest_day: int) -> int:
+        """Return what a training step keeps for its backward pass in float32, at least.
+
+        What a kernel needs while it runs comes on top: on a CPU the measured peak of a step was 1.2 to 1.6 times as
+        much as this and the weights' states. ``rows`` are the assets of all days of a batch, ``largest_day`` those of
+        its largest.
+        """
+        lookback, width = self.trunk.position_LD.shape
+        per_date = 10 * self.selection.norm.normalized_shape[0] + 6 * width
+        per_row = lookback * per_date + 4 * width + len(self.layers) * 13 * width
+        per_mask = 2 * -(-rows // largest_day) * largest_day**2
+        return 4 * (rows * per_row + per_mask)
 
 
 def graph_edges(neighbours_NK: torch.Tensor, sectors_N: torch.Tensor, lists: Lists) -> torch.Tensor:
@@ -212,68 +221,26 @@ class Masked(nn.Module):
         self.forecaster = forecaster
         self.reconstruct = nn.Linear(forecaster.heads.in_features, forecaster.selection.norm.normalized_shape[0])
 
-    def forward(self, batch: Any) -> torch.Tensor:
+    def forward(self, batch: Any, hidden_NF: torch.Tensor) -> torch.Tensor:
         """Return the features (N, F) of the newest date."""
-        features_NF: torch.Tensor = self.reconstruct(self.forecaster.encode(batch))
+        features_NF: torch.Tensor = self.reconstruct(self.forecaster.encode(batch, hidden_NF))
         return features_NF
 
 
-def pretraining_loss(
-    model: Masked, batch: Any, *, seed: int = 0, share: float = 0.15
-) -> tuple[torch.Tensor, torch.Tensor]:
+def pretraining_loss(model: Masked, batch: Any, *, share: float = 0.15) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed squared error of reconstructed features, and how many were hidden.
 
-    A share of the known features of the newest date is hidden, each by itself, and reconstructed from the rest. In
-    training mode torch's global generator chooses them, as it does for dropout; in evaluation mode the seed and the
-    day's values do, so that the loss of a day is the same in every batch and epoch. A batch is a dataclass.
+    A share of the features of the newest date is hidden, each by itself, and reconstructed from the rest. In training
+    mode torch's global generator chooses them, as it does for dropout; in evaluation mode they are the same each time.
     """
     weight = model.reconstruct.weight
-    windows_NLF = torch.as_tensor(batch.windows)
-    known_NLF = torch.as_tensor(batch.known)
-    newest_NF = windows_NLF[:, -1]
-    draws_NF = torch.rand(newest_NF.shape) if model.training else _draws(newest_NF, torch.as_tensor(batch.days), seed)
-    hidden_NF = (draws_NF.to(known_NLF.device) < share) & known_NLF[:, -1]
-    hidden_NLF = functional.pad(hidden_NF[:, None], (0, 0, known_NLF.shape[1] - 1, 0))
-    shown = dataclasses.replace(batch, windows=windows_NLF.masked_fill(hidden_NLF, 0.0), known=known_NLF & ~hidden_NLF)
-    features_NF = model(shown)
-    errors_NF = (features_NF - on_device(newest_NF, weight)).square()
-    hidden_NF = hidden_NF.to(weight.device)
+    newest_NF = on_device(batch.windows, weight)[:, -1]
+    generator = None if model.training else torch.Generator().manual_seed(0)
+    hidden_NF = (torch.rand(newest_NF.shape, generator=generator) < share).to(weight.device)
+    errors_NF = (model(batch, hidden_NF) - newest_NF).square()
     return torch.where(hidden_NF, errors_NF, 0.0).sum(), hidden_NF.sum().to(weight.dtype).clamp_min(1e-12)
-
-
-def _draws(newest_NF: torch.Tensor, days_N: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return (N, F) uniform numbers that depend on the seed and the values of each day alone."""
-    drawn, sizes = [], torch.unique_consecutive(days_N.cpu(), return_counts=True)[1].tolist()
-    for day_AF in torch.split(newest_NF.cpu(), sizes):
-        key = hashlib.blake2b(day_AF.numpy().tobytes(), key=seed.to_bytes(8, "big"), digest_size=7).digest()
-        drawn.append(torch.rand(day_AF.shape, generator=torch.Generator().manual_seed(int.from_bytes(key, "big"))))
-    return torch.cat(drawn)
-
-
-def answer(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return what a network says of a batch of whole days, (N, Z)."""
-    like = next(model.parameters())
-    return own.call(model, INPUTS, lambda name: batch if name == "batch" else on_device(getattr(batch, name), like))
 
 
 def on_device(values: Any, like: torch.Tensor) -> torch.Tensor:
     """Return an array or tensor as a tensor where ``like`` lies."""
     return torch.as_tensor(values).to(like.device)
-
-
-def memory_bytes(rows: int, largest_day: int, **sizes: Any) -> int:
-    """Return what a training step takes at least in float32: weights, gradients, AdamW's state, kept activations.
-
-    What a kernel needs while it runs comes on top: on a CPU the measured peak was 1.2 to 1.6 times as much. ``rows``
-    are the assets of all days of a batch, ``largest_day`` those of its largest; ``sizes`` are the arguments of
-    `Forecaster`.
-    """
-    with torch.device("meta"):
-        model = Forecaster(**sizes)
-    num_weights = sum(one.numel() for one in model.parameters())
-    lookback, width = model.trunk.position_LD.shape
-    num_features = model.selection.norm.normalized_shape[0]
-    per_date = 10 * num_features + 6 * width
-    per_row = lookback * per_date + 4 * width + len(model.layers) * 13 * width
-    per_mask = 2 * -(-rows // largest_day) * largest_day**2
-    return 4 * (4 * num_weights + rows * per_row + per_mask)

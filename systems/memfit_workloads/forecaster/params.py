@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, model_validator
 
 from memfit import config
 from memfit_workloads.finance.panels import Count, DataParams, Weight
+from memfit_workloads.folds import TrainSettings
 from memfit_workloads.own import Network, Target
 
 
@@ -41,41 +40,16 @@ class PretrainParams(config.Settings):
 
     num_epochs: int = Field(0, ge=0, description="epochs, 0 for none")
     learning_rate: float = Field(1e-3, gt=0, description="highest learning rate")
-    hidden_share: float = Field(0.15, gt=0, lt=1, description="share of the newest date's features that is hidden")
 
 
-class TrainParams(config.Settings):
+class TrainParams(TrainSettings):
     """The training of a fold."""
 
-    num_epochs: int = Field(4, ge=1, description="epochs")
     batch_size: int = Field(512, ge=1, description="rows of a batch: it takes whole days until the next does not fit")
-    optimizer: Literal["adamw", "adabelief"] = "adamw"
-    schedule: Literal["constant", "cosine", "warm_restarts"] = Field("cosine", description="of the learning rate")
-    learning_rate: float = Field(1e-3, gt=0, description="highest learning rate")
-    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay")
-    floor_share: float = Field(0.05, ge=0, lt=1, description="what a cosine ends at, of the learning rate")
-    cycles: int = Field(2, ge=1, description="warm_restarts: cycles, each twice as long as the one before")
-    warmup_share: float = Field(0.1, ge=0, lt=1, description="share of all steps in which the learning rate grows")
     horizon_weights: dict[Count, Weight] = Field({}, description="how much a horizon counts, 1 where not named")
     rank_weight: float = Field(0.1, ge=0, description="how much the order within a day counts; 0 leaves it out")
-    rank_temperature: float = Field(0.05, gt=0, description="of the soft ranks, in standard deviations of the targets")
     regime_strength: float = Field(0.0, ge=0, description="how much volatile days count less; 0: all days count 1")
-    max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are cut to this norm")
-    precision: Literal["auto", "float32", "bf16-mixed", "fp16-mixed"] = Field("auto", description="auto: by the device")
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: the granted GPU, else the CPU")
-    microbatch_size: int | Literal["auto"] | None = Field(
-        None, description="days of a forward pass; null: all of a batch; auto: as many as fit"
-    )
-    num_workers: int = Field(0, ge=0, description="threads that read days ahead")
     valid_share: float = Field(0.15, gt=0, lt=1, description="the last of the training dates, kept for validation")
-
-    @model_validator(mode="after")
-    def _settings_fit_together(self) -> TrainParams:
-        if isinstance(self.microbatch_size, int) and self.microbatch_size < 1:
-            raise ValueError(f"microbatch_size is {self.microbatch_size}; it is at least 1")
-        if self.cycles != TrainParams.model_fields["cycles"].default and self.schedule != "warm_restarts":
-            raise ValueError(f"cycles belongs to schedule: warm_restarts, and schedule is {self.schedule}")
-        return self
 
 
 class ForecasterParams(config.Settings):

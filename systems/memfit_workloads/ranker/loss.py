@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from memfit_workloads import own
 from memfit_workloads.finance.lists import Lists, standardized
-from memfit_workloads.ranker.batches import INPUTS, ListBatch
+from memfit_workloads.folds import answer
+from memfit_workloads.ranker.batches import ListBatch
 
 
 def listnet_loss(scores: torch.Tensor, targets: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
@@ -76,18 +76,17 @@ def _has_order(known: torch.Tensor) -> torch.Tensor:
 class RankerLoss:
     """The loss of a batch: a weighted sum over losses, horizons and dates, and the weight that it is the sum of.
 
-    The weight is that of the dates times that of the horizons, over those (date, horizon) that have an order. So within
-    a batch a date with half the weight pulls half as much, whatever optimizer and clipping do to the whole gradient.
+    The weight is that of the dates, over those (date, horizon) that have an order. So within a batch a date with half
+    the weight pulls half as much, whatever optimizer and clipping do to the whole gradient.
     """
 
     listnet: float
     ranknet: float
     mse: float
-    horizon_weights: tuple[float, ...]
 
     def __call__(self, model: torch.nn.Module, batch: ListBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        device = next(model.parameters()).device
-        scores_BH = own.call(model, INPUTS, lambda name: torch.from_numpy(getattr(batch, name)).to(device))
+        scores_BH = answer(model, batch)
+        device = scores_BH.device
         scores_BH = scores_BH.to(torch.promote_types(scores_BH.dtype, torch.float32))
         lists = Lists(torch.from_numpy(batch.lists), device, views=False)  # sums stay as they were
         scores_GHA = lists.padded(scores_BH, 0.0).transpose(1, 2)
@@ -103,6 +102,6 @@ class RankerLoss:
         if self.mse:
             loss_GH = loss_GH + self.mse * mse_loss(scores_GHA, targets_GHA, known_GHA)
         date_G = torch.from_numpy(batch.weights).to(scores_BH)[lists.first]
-        weight_GH = date_G[:, None] * scores_BH.new_tensor(self.horizon_weights) * _has_order(known_GHA)
+        weight_GH = date_G[:, None] * _has_order(known_GHA)
         # A batch without any order, as the last part of a cut date can be, has a loss of 0 and must have a weight.
         return (loss_GH * weight_GH).sum(), weight_GH.sum().clamp_min(1e-12)

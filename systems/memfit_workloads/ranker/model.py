@@ -24,26 +24,6 @@ from torch import nn
 from torch.nn import functional
 
 
-class FeatureScale(nn.Module):
-    """Features less their mean, over their standard deviation, cut to five of these; the two are fixed, not learned."""
-
-    mean_F: torch.Tensor
-    sd_F: torch.Tensor
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.register_buffer("mean_F", torch.zeros(num_features))
-        self.register_buffer("sd_F", torch.ones(num_features))
-
-    def set(self, mean_F: torch.Tensor, sd_F: torch.Tensor) -> None:
-        """Fix both, as they were found on the training dates; a checkpoint holds them from then on."""
-        self.mean_F.copy_(mean_F)
-        self.sd_F.copy_(sd_F)
-
-    def forward(self, x_BLF: torch.Tensor) -> torch.Tensor:
-        return ((x_BLF - self.mean_F) / self.sd_F).clamp(-5.0, 5.0)
-
-
 class EncoderBlock(nn.Module):
     """Attention between the patches of one asset, then a layer for each patch; both normalise first and add."""
 
@@ -104,14 +84,18 @@ class PatchRanker(nn.Module):
         return scores_BZ
 
 
-def scaled(model: nn.Module, num_features: int) -> nn.Module:
-    """Let a network see scaled windows; the scale is one of its modules, so that its checkpoints hold it."""
-    model.add_module("scale", FeatureScale(num_features))
+def scaled(model: nn.Module, mean_F: torch.Tensor, sd_F: torch.Tensor) -> nn.Module:
+    """Let a network see features less their mean, over their standard deviation, cut to five of these.
+
+    Both are fixed, as they were found on the training dates; the network's checkpoints hold them.
+    """
+    model.register_buffer("scale_mean_F", mean_F)
+    model.register_buffer("scale_sd_F", sd_F)
     model.register_forward_pre_hook(_scale, with_kwargs=True)
     return model
 
 
 def _scale(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (model.scale(args[0]), *args[1:]), kwargs
-    return args, kwargs | {"windows": model.scale(kwargs["windows"])}
+    windows = args[0] if args else kwargs["windows"]
+    seen = ((windows - model.scale_mean_F) / model.scale_sd_F).clamp(-5.0, 5.0)
+    return ((seen, *args[1:]), kwargs) if args else (args, kwargs | {"windows": seen})

@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 
 from memfit import config
 from memfit_workloads.finance import JudgeSettings
-from memfit_workloads.finance.panels import Count, DataParams, Weight, refuse_others
+from memfit_workloads.finance.panels import Count, DataParams, Weight
+from memfit_workloads.folds import TrainSettings
 from memfit_workloads.own import Network, Target
 
 
@@ -18,7 +19,6 @@ class SplitParams(config.Settings):
     kind: Literal["purged", "walk_forward"] = "purged"
     n_splits: int = Field(5, ge=2, description="folds")
     embargo_size: int = Field(5, ge=0, description="dates dropped after a test block's labels; walk_forward: before it")
-    train_size: int | None = Field(None, ge=1, description="walk_forward: the most dates to train on, None for all")
     warm_start: bool = Field(False, description="walk_forward: begin a fold with the weights of the one before")
 
     @model_validator(mode="after")
@@ -28,12 +28,6 @@ class SplitParams(config.Settings):
                 f"warm_start needs kind: walk_forward, and kind is {self.kind}: the fold before was trained on dates "
                 "that this one is tested on, so its weights would leak them"
             )
-        if self.warm_start and self.train_size is not None:
-            raise ValueError(
-                "warm_start needs train_size: null: the weights know dates that train_size leaves behind, and a model "
-                "must name all dates it was trained on"
-            )
-        refuse_others(self, "kind", {"walk_forward": ("train_size", "warm_start")})
         return self
 
 
@@ -62,33 +56,17 @@ class LossParams(config.Settings):
         return self
 
 
-class TrainParams(config.Settings):
+class TrainParams(TrainSettings):
     """The training of a fold."""
 
-    num_epochs: int = Field(4, ge=1, description="epochs")
-    device: str = Field(
-        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: the granted GPU, the CPU where there is none"
-    )
-    precision: Literal["auto", "float32", "bf16-mixed", "fp16-mixed"] = Field(
-        "auto", description="auto: bf16-mixed on a GPU, fp16-mixed on one without bfloat16, float32 on the CPU"
-    )
     dates_per_batch: int = Field(8, ge=1, description="dates of an optimizer step")
-    learning_rate: float = Field(1e-3, gt=0, description="highest step size of AdamW")
-    warmup_share: float = Field(0.1, ge=0, lt=1, description="share of all steps in which the step size grows")
-    final_share: float = Field(0.05, ge=0, lt=1, description="of the highest step size, what the cosine ends at")
-    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
-    max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are cut to this norm")
-    num_workers: int = Field(0, ge=0, description="threads that make batches ahead")
     loss: LossParams = LossParams()
     pairs_per_asset: int = Field(8, ge=1, description="pairs of the RankNet loss that an asset is drawn into")
-    horizon_weights: dict[Count, Weight] = Field({}, description="how much a horizon counts, 1 where not named")
     tau_days: float | None = Field(None, gt=0, description="calendar days in which a date's weight falls to 1/e")
-    ema_decay: float | None = Field(0.98, ge=0, lt=1, description="of the average of the weights, None for none")
+    ema_decay: float = Field(0.98, ge=0, lt=1, description="of the average of the weights")
     ema_epochs: tuple[Count, ...] = Field((), description="epochs after which a snapshot of the average is written")
-    valid_share: float = Field(0.15, ge=0, lt=1, description="the last of the training dates, kept for validation")
     k_ratio: float = Field(0.2, gt=0, le=1, description="share of a date's assets that precision at k looks at")
     patience: int | None = Field(None, ge=1, description="epochs without a better validation before an early stop")
-    scored: Literal["last", "ema", "best"] = Field("last", description="the weights that score the test dates")
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> TrainParams:
@@ -97,10 +75,8 @@ class TrainParams(config.Settings):
                 "tau_days needs dates_per_batch of 2 or more: the weight of a single date scales the whole loss, which "
                 "dividing by it takes back"
             )
-        if self.ema_decay is None and (self.ema_epochs or self.scored == "ema"):
-            raise ValueError("ema_epochs and scored: ema need an ema_decay")
-        if self.valid_share == 0 and (self.patience is not None or self.scored == "best"):
-            raise ValueError("patience and scored: best need a valid_share above 0")
+        if self.valid_share == 0 and self.patience is not None:
+            raise ValueError("patience needs a valid_share above 0")
         return self
 
 
@@ -119,15 +95,9 @@ class RankerParams(JudgeSettings):
             sizes = [getattr(getattr(self, section), key) for section, key in (whole.split("."), part.split("."))]
             if sizes[0] % sizes[1]:
                 raise ValueError(f"{whole} ({sizes[0]}) must be a multiple of {part} ({sizes[1]})")
-        self.data.weigh(self.train.horizon_weights)
         return self
 
     @property
     def scored_horizons(self) -> tuple[int, ...]:
         """The horizons that the models score, the main one first."""
         return (self.data.main_horizon, *self.data.horizons)
-
-    @property
-    def horizon_weights(self) -> tuple[float, ...]:
-        """How much each of ``data.horizons`` counts, in their order."""
-        return self.data.weigh(self.train.horizon_weights)

@@ -3,13 +3,11 @@
 Importing this module loads no torch, for the processes that only prepare a run. ``RANKER`` is what a config names as
 ``target: memfit_workloads.ranker.stages:RANKER``.
 
-The figures of a fold are those of one model, chosen before the test dates are looked at (``train.scored``), on dates
-that the fold neither trained on nor overlapped.
+The figures of a fold are those of the last epoch's weights, on dates that the fold neither trained on nor overlapped.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,161 +19,148 @@ import pyarrow as pa
 from memfit.data import Panel
 from memfit.pipeline import Context, Probe, Stage, Workload
 from memfit.rundir import phase
-from memfit_workloads import finance, own
-from memfit_workloads.finance.panels import fingerprint, hold_out, market, num_features, scale_of
-from memfit_workloads.ranker.batches import INPUTS, ListBatch, ListBatches
-from memfit_workloads.ranker.data import check, check_judging, prepare
+from memfit.splits import PurgedKFold, WalkForward
+from memfit_workloads import finance, folds, own
+from memfit_workloads.finance import evaluate_days, read_scores, summarize
+from memfit_workloads.finance.panels import Splitter, check_market, fingerprint, market, prepare_folds
+from memfit_workloads.ranker.batches import ListBatch, ListBatches
 from memfit_workloads.ranker.params import RankerParams
-from memfit_workloads.ranker.scoring import fold_metrics, lists_to_score, score_table, validation_metrics
 
 if TYPE_CHECKING:
     import torch
 
-    from memfit.training import Ema, FitResult
     from memfit_workloads.ranker.loss import RankerLoss
 
 
+def splitter(params: RankerParams) -> Splitter:
+    """What cuts the usable dates into folds."""
+    settings, reach = params.splits, max(params.data.labels)
+    shared: dict[str, Any] = {"purged_size": reach, "embargo_size": settings.embargo_size}
+    if settings.kind == "walk_forward":
+        return WalkForward(settings.n_splits, **shared)
+    return PurgedKFold(settings.n_splits, **shared)
+
+
+def prepare(context: Context, params: RankerParams) -> dict[str, Any]:
+    """Save the panel and its folds, purged by the longest horizon."""
+    is_forward, embargo = params.splits.kind == "walk_forward", params.splits.embargo_size
+    return prepare_folds(context, params.data, splitter(params), embargo_size=embargo, forward_only=is_forward)[1]
+
+
 def train_fold(context: Context, params: RankerParams) -> dict[str, float]:
-    """Train one fold, score its test dates, and save the scores as a table."""
-    from memfit.training import checkpoint_path, load_checkpoint
+    """Train one fold, score its test dates with the last epoch's weights, and save the scores as a table."""
+    from memfit.training import ByGroup, Ema, checkpoint_path
 
     phase("load")
-    panel, train_dates, test_dates = finance.fold_of(context)
-    fit_dates, valid_dates = hold_out(train_dates, params.train.valid_share, max(params.data.labels))
-    model, average, result = _fit(context, params, fit_dates, valid_dates)
+    fold, settings = folds.Fold(context, params), params.train
+    model = _started_model(context, params, fold)
+    has_validation = len(fold.valid_dates) > 0
+    result = folds.fit(
+        context,
+        params,
+        model,
+        _loss(params),
+        (
+            ListBatches(fold.panel, fold.fit_dates, params, seed=context.seed, num_workers=settings.num_workers),
+            ListBatches(fold.panel, fold.valid_dates, params, seed=None) if has_validation else None,
+        ),
+        split=ByGroup(lambda batch: batch.lists),
+        ema=Ema(settings.ema_decay) if settings.ema_epochs else None,
+        milestones=settings.ema_epochs,
+        judge=validation_metrics if has_validation else None,
+        best_metric="valid_lift",
+        direction="maximize",
+        patience=settings.patience,
+    )
     phase("validate")
-    if params.train.scored == "best":
-        model.load_state_dict(load_checkpoint(context.dir / "best")["model"])
-    with _averaged(model, average):
-        scores = score_table(model, panel, lists_to_score(panel, test_dates, params), params)
+    scores = folds.score_table(model, fold.panel, params, ListBatches(fold.panel, fold.test_dates, params, seed=None))
     context.save("scores", scores)
     for path in sorted([*context.dir.glob("*.pt"), *context.dir.glob("best"), context.dir / "latest"]):
         context.save(path.stem, checkpoint_path(path))  # what is blended then counts as a result
-    found = fold_metrics(scores, params.data, params.train.k_ratio)
+    found = fold_metrics(scores, params)
     found |= {"train_loss": result.history[-1].train_loss, "num_epochs": len(result.history)}
-    if params.train.ema_epochs:
+    if settings.ema_epochs:
         found["num_snapshots"] = len(list(context.dir.glob("ema_epoch_*.pt")))
     return found | ({"warm_start": 1.0} if params.splits.warm_start else {})
 
 
-def _fit(
-    context: Context, params: RankerParams, fit_dates: npt.NDArray[np.int64], valid_dates: npt.NDArray[np.int64]
-) -> tuple[torch.nn.Module, Ema | None, FitResult]:
-    """The model with the weights of its last epoch, and their average if that is scored."""
-    from memfit.training import ByGroup, Ema, Trainer
-    from memfit_workloads.finance.schedules import make_schedule
-
-    settings, (panel, *_) = params.train, finance.fold_of(context)
-    model, optimizer = _model(context, panel, params, fit_dates)
-    batches = ListBatches(panel, fit_dates, params, seed=context.seed, num_workers=settings.num_workers)
-    averaged = settings.ema_decay is not None and (settings.ema_epochs or settings.scored == "ema")
-    ema = Ema(settings.ema_decay or 0.0) if averaged else None
-    scored = ema if settings.scored == "ema" else None
-
-    def evaluate(model: torch.nn.Module, lists: Any) -> dict[str, float]:
-        with _averaged(model, scored):
-            return validation_metrics(score_table(model, panel, lists, params), params)
-
-    num_steps, shares = settings.num_epochs * len(batches), (settings.final_share, settings.warmup_share)
-    schedule = make_schedule("cosine", optimizer, num_steps, floor_share=shares[0], warmup_share=shares[1])
-    trainer = Trainer(
-        model,
-        loss=_loss(params),
-        optimizer=optimizer,
-        precision=settings.precision,
-        schedule=schedule,
-        ema=ema,
-        checkpoint_dir=context.dir,
-        milestones=settings.ema_epochs,
-        seed=context.seed,
-        max_grad_norm=settings.max_grad_norm,
-        provenance=finance.provenance(context, params),
-        split=ByGroup(lambda batch: batch.lists),
-    )
-    has_validation = len(valid_dates) > 0
-    with contextlib.closing(batches):
-        result = trainer.fit(
-            batches,
-            lists_to_score(panel, valid_dates, params) if has_validation else None,
-            num_epochs=settings.num_epochs,
-            evaluate=evaluate if has_validation else None,
-            best_metric="valid_lift",
-            direction="maximize",
-            patience=settings.patience,
-        )
-    return model, scored, result
-
-
-def _averaged(model: torch.nn.Module, average: Ema | None) -> contextlib.AbstractContextManager[Any]:
-    """Inside, the model has the averaged weights, if there are any."""
-    return contextlib.nullcontext() if average is None else average.applied(model)
-
-
 def score(panel: Panel, dates: npt.NDArray[np.int64], checkpoint: Path, params: RankerParams) -> pa.Table:
-    """A checkpoint's scores on given dates: the columns of `score_table`, for every asset with a whole window."""
+    """A checkpoint's scores on given dates, for every asset with a whole window."""
     from memfit.training import find_device, load_checkpoint
 
-    model = _new_model(params, len(panel.feature_names))
+    model = _new_model(params).to(find_device(params.train.device)).eval()
     model.load_state_dict(load_checkpoint(checkpoint)["model"])
-    return score_table(
-        model.to(find_device(params.train.device)).eval(), panel, lists_to_score(panel, dates, params), params
-    )
+    return folds.score_table(model, panel, params, ListBatches(panel, dates, params, seed=None))
+
+
+def validation_metrics(scores: pa.Table, params: RankerParams) -> dict[str, float]:
+    """What an epoch is judged by: ``valid_lift`` decides, ``valid_rank_ic`` is that of the main horizon.
+
+    The lift is the share of the best-scored assets that rose, less that of all assets: a mean over dates and horizons.
+    """
+    found = fold_metrics(scores, params)
+    lifts = np.array([found[f"h{horizon}_delta_p_at_k_pos"] for horizon in params.data.horizons])
+    known = lifts[~np.isnan(lifts)]
+    return {"valid_lift": float(known.mean()) if len(known) else float("nan"), "valid_rank_ic": found["rank_ic"]}
+
+
+def fold_metrics(scores: pa.Table, params: RankerParams) -> dict[str, float]:
+    """The figures of a fold: the rank IC of the main horizon, then rank IC and lift by horizon."""
+    data = params.data
+    days = evaluate_days(read_scores(scores), horizons=data.horizons, k_ratio=params.train.k_ratio)
+    main = summarize(days.column(f"h{data.main_horizon}_rank_ic").to_numpy())
+    found = {"rank_ic": main.mean, "rank_ic_sd": main.sd, "icir": main.icir, "num_dates": main.num_dates}
+    for name in (f"h{horizon}_{what}" for horizon in data.horizons for what in ("rank_ic", "delta_p_at_k_pos")):
+        found[name] = summarize(days.column(name).to_numpy()).mean
+    return found
 
 
 def loader(context: Context, params: RankerParams, num_workers: int) -> ListBatches:
     """The batches that a fold trains on, made ahead by so many threads."""
-    panel, train_dates, _ = finance.fold_of(context)
-    fit_dates, _ = hold_out(train_dates, params.train.valid_share, max(params.data.labels))
-    return ListBatches(panel, fit_dates, params, seed=context.seed, num_workers=num_workers)
+    fold = folds.Fold(context, params)
+    return ListBatches(fold.panel, fold.fit_dates, params, seed=context.seed, num_workers=num_workers)
 
 
 def training_step(context: Context, params: RankerParams) -> Callable[[ListBatch], None]:
     """One step of a fold's training on a batch, without what a trainer does around it."""
-    panel, train_dates, _ = finance.fold_of(context)
-    model, optimizer = _model(context, panel, params, train_dates)
-    return own.step_of(model, optimizer, _loss(params), params.train.max_grad_norm)
+    model = _started_model(context, params, folds.Fold(context, params))
+    return folds.step_of(params, model, _loss(params))
 
 
 def _loss(params: RankerParams) -> RankerLoss:
     from memfit_workloads.ranker.loss import RankerLoss
 
-    return RankerLoss(**params.train.loss.model_dump(), horizon_weights=params.horizon_weights)
+    return RankerLoss(**params.train.loss.model_dump())
 
 
-def _new_model(params: RankerParams, num_features: int) -> torch.nn.Module:
+def _new_model(params: RankerParams, scale: tuple[Any, Any] | None = None) -> torch.nn.Module:
+    import torch
+
     from memfit_workloads.ranker.model import scaled
 
-    sizes = {"num_features": num_features, "lookback": params.data.lookback, "num_horizons": len(params.data.horizons)}
-    return scaled(own.build(params.model, **sizes), num_features)
+    sizes = folds.sizes_of(params.data)
+    plain = np.zeros(sizes["num_features"], np.float32), np.ones(sizes["num_features"], np.float32)
+    return scaled(own.build(params.model, **sizes), *map(torch.from_numpy, scale or plain))
+
+
+def _started_model(context: Context, params: RankerParams, fold: folds.Fold) -> torch.nn.Module:
+    """A new model, or one with the weights of the fold before where that was asked for."""
+    from memfit.training import find_device, load_checkpoint, seed_everything
+
+    seed_everything(context.seed)
+    model = _new_model(params, fold.scale).to(find_device(params.train.device))
+    if context.previous is not None:
+        model.load_state_dict(load_checkpoint(context.previous.path("latest"))["model"])
+    return model
 
 
 def _check(params: RankerParams) -> None:
     """Refuse data, folds and a network that cannot be trained."""
-    check(params)
-    data, rows, features = params.data, own.ROWS, num_features(params.data)
-    inputs: dict[str, Any] = dict.fromkeys(INPUTS, ("int64", (rows,)))
-    inputs["windows"] = "float32", (rows, data.lookback, features)
-    own.try_out(params.model, lambda: _new_model(params, features), inputs, (rows, len(data.horizons)))
-
-
-def _model(
-    context: Context, panel: Panel, params: RankerParams, dates: npt.NDArray[np.int64]
-) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A new model, or one with the weights of the fold before where that was asked for, and its optimizer."""
-    import torch
-
-    from memfit.training import find_device, load_checkpoint, seed_everything
-
-    seed_everything(context.seed)
-    model: Any = _new_model(params, len(panel.feature_names)).to(find_device(params.train.device))
-    model.scale.set(*map(torch.from_numpy, scale_of(panel, dates)))
-    if context.previous is not None:
-        model.load_state_dict(load_checkpoint(context.previous.path("latest"))["model"])
-    settings = params.train
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
-    )
-    return model, optimizer
+    folds.check(params, splitter(params), lambda: params.train.dates_per_batch)
+    rows, sizes = own.ROWS, folds.sizes_of(params.data)
+    inputs: dict[str, Any] = dict.fromkeys(ListBatch.INPUTS, ("int64", (rows,)))
+    inputs["windows"] = "float32", (rows, sizes["lookback"], sizes["num_features"])
+    own.try_out(params.model, lambda: _new_model(params), inputs, (rows, sizes["num_horizons"]))
 
 
 RANKER = Workload(
@@ -198,6 +183,8 @@ RANKER = Workload(
             phases=("load", "train", "checkpoint", "validate"),
             probe=Probe(loader, training_step),
         ),
-        *finance.stages(score, market, reads=("data", "model", "train"), check=check_judging),
+        *finance.stages(
+            score, market, reads=("data", "model", "train"), check=lambda params: check_market(params.data)
+        ),
     ),
 )

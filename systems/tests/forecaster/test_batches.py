@@ -57,12 +57,6 @@ def test_an_epoch_has_each_day_whole_and_once_in_batches_that_another_day_would_
     assert sorted(seen) == [date for date in range(8, 140) if whole[date].sum() >= 2]
 
 
-def test_a_day_that_is_larger_than_a_batch_is_a_batch_by_itself(prepared):
-    found = list(make(prepared, make_params(batch_size=5)))
-    assert all(batch.days[-1] == 0 for batch in found if len(batch.days) > 5)
-    assert max(len(batch.days) for batch in found) > 5
-
-
 def test_the_order_is_drawn_anew_for_each_epoch_and_is_the_same_every_time(prepared):
     one, other = make(prepared), make(prepared)
     first = fields(one)
@@ -128,7 +122,6 @@ def test_windows_are_standardised_and_targets_are_the_panels(prepared):
         expected = (panel.values[date - 7 : date + 1, asset] - mean) / sd
         assert batch.windows[row] == pytest.approx(expected, abs=1e-6)
         assert batch.targets[row].tolist() == [panel.target(name)[date, asset] for name in ("target_h1", "target_h4")]
-    assert batch.known.all() and batch.known.shape == batch.windows.shape
 
 
 def test_a_row_whose_return_is_not_known_yet_is_there_without_a_target(prepared):

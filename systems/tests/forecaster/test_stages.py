@@ -21,7 +21,6 @@ from memfit.tuning import TuneSettings
 from memfit_workloads import finance
 from memfit_workloads.forecaster import stages
 from memfit_workloads.forecaster.params import ForecasterParams
-from memfit_workloads.forecaster.scoring import plausibility
 from memfit_workloads.forecaster.stages import FORECASTER
 from stages_here import StagesHere
 
@@ -47,11 +46,11 @@ CHANGED = {
     "splits.n_splits": 4, "splits.embargo_size": 6,
     "graph.neighbours": 4, "graph.window": 50, "graph.sectors": False,
     "model.hidden_size": 128, "model.num_layers": 3, "model.num_heads": 8, "model.dropout": 0.2,
-    "pretrain.num_epochs": 2, "pretrain.learning_rate": 0.01, "pretrain.hidden_share": 0.3,
+    "pretrain.num_epochs": 2, "pretrain.learning_rate": 0.01,
     "train.num_epochs": 5, "train.batch_size": 1024, "train.optimizer": "adabelief", "train.schedule": "constant",
     "train.learning_rate": 0.01, "train.weight_decay": 0.1, "train.floor_share": 0.1, "train.cycles": 3,
     "train.warmup_share": 0.2, "train.horizon_weights": {5: 2.0}, "train.rank_weight": 0.2,
-    "train.rank_temperature": 0.1, "train.regime_strength": 0.5, "train.max_grad_norm": 2.0,
+    "train.regime_strength": 0.5, "train.max_grad_norm": 2.0,
     "train.precision": "float32", "train.device": "cpu", "train.microbatch_size": 8, "train.num_workers": 2,
     "train.valid_share": 0.2,
 }  # fmt: skip
@@ -65,7 +64,6 @@ WITH = {
     "main_horizon": {"data": {"horizons": [5, 10]}},
     "cycles": {"train": {"schedule": "warm_restarts"}},
     "learning_rate": {"pretrain": {"num_epochs": 1}},
-    "hidden_share": {"pretrain": {"num_epochs": 1}},
 }  # fmt: skip
 
 
@@ -111,9 +109,6 @@ def test_what_a_config_cannot_train_with_is_refused_before_the_first_job_by_the_
 
     cycles = {"schedule": "warm_restarts", "cycles": 5, "num_epochs": 2}
     assert "--set params.train.cycles=3" in refused("5 cycles take 62 steps at least, and the run has 17", train=cycles)
-    assert "params.pretrain.num_epochs" in refused(
-        "5 cycles take", train=cycles | {"num_epochs": 20}, pretrain={"num_epochs": 1}
-    )
     settings_of(merged(SMALL, {"train": cycles | {"num_epochs": 40}}))
     assert "params.splits.n_splits" in refused("cannot be cut into 300 test blocks", splits={"n_splits": 300})
     assert "params.train.valid_share" in refused("none is left to fit on", train={"valid_share": 0.99})
@@ -152,11 +147,10 @@ def test_every_setting_changes_what_a_stage_is_keyed_by(files):
         ({"train": {"cycles": 3}}, "cycles belongs to schedule: warm_restarts"),
         ({"train": {"schedule": "cosine_restart"}}, "'constant', 'cosine' or 'warm_restarts'"),
         ({"train": {"rank_weight": float("nan")}}, "greater than or equal to 0"),
-        ({"train": {"rank_temperature": 0.0}}, "greater than 0"),
         ({"train": {"floor_share": 1.0}}, "less than 1"),
         ({"train": {"horizon_weights": {3: 1.0}}}, r"names \[3\], and data.horizons are"),
         ({"train": {"horizon_weights": {1: 0, 5: 0, 10: 0, 20: 0}}}, "gives every horizon the weight 0"),
-        ({"train": {"microbatch_size": 0}}, "it is at least 1"),
+        ({"train": {"microbatch_size": 0}}, "greater than or equal to 1"),
         ({"data": {"sector": "kind"}}, "sector belongs to source: parquet, and source is prices"),
         ({"train": {"lr": 0.1}}, "Extra inputs are not permitted"),
     ],
@@ -193,7 +187,6 @@ def test_a_planted_signal_is_found_and_the_figures_are_those_of_the_saved_scores
     assert result["rank_ic"] == pytest.approx(np.mean([fold.result["rank_ic"] for fold in folds]), abs=0.02)
     assert result["rank_ic_num_dates"] == sum(fold.result["num_dates"] for fold in folds)
     assert 0 < result["h1_rank_ic_se"] < result["h1_rank_ic"]
-    assert (result["implausible"], result["why"]) == (False, "")
     assert len(result["report"]) == 3
     assert {name.removeprefix("evaluate.") for name in config.read_file(FOLDER / "targets.yaml")} <= result.keys()
 
@@ -203,20 +196,10 @@ def fold_dates(here, fold):
     return prepared.arrays("splits")[f"test_{fold.unit['fold']}"], prepared.panel()
 
 
-def test_what_is_implausible_depends_on_where_the_returns_come_from():
-    real, generated = (ForecasterParams.model_validate(one).data for one in ({}, SMALL))
-    assert plausibility(0.101, 0.5, real)["implausible"] and plausibility(-0.2, 0.0, real)["implausible"]
-    assert not plausibility(0.1, 0.0, real)["implausible"]
-    assert not plausibility(0.54, 0.0, generated)["implausible"]
-    assert plausibility(0.6, 0.01, generated)["implausible"]
-    assert not plausibility(0.6, 0.02, generated)["implausible"]
-    assert not plausibility(math.nan, math.nan, real)["implausible"]
-
-
 @pytest.mark.proves("S2-44")
 @pytest.mark.slow
 def test_an_encoder_that_was_pretrained_starts_a_folds_training(tmp_path, monkeypatch):
-    params = ForecasterParams.model_validate(merged(SMALL, {"pretrain": {"num_epochs": 2}, "train": {"num_epochs": 1}}))
+    params = ForecasterParams.model_validate(merged(SMALL, {"pretrain": {"num_epochs": 4}, "train": {"num_epochs": 1}}))
     here = StagesHere(tmp_path, FORECASTER, params)
     cold = stages._started_model(*parts(StagesHere(tmp_path / "cold", FORECASTER, without(params))))
     pretrained = here.run("pretrain", 1)
@@ -246,26 +229,11 @@ def test_an_encoder_that_was_pretrained_starts_a_folds_training(tmp_path, monkey
 
 def parts(here):
     context = here.context("fold", 1)
-    return context, here.params, stages.Fold(context, here.params)
+    return context, here.params
 
 
 def without(params):
     return params.model_copy(update={"pretrain": params.pretrain.model_copy(update={"num_epochs": 0})})
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_fold_in_parts_of_a_few_days_gives_what_whole_batches_give(tmp_path):
-    found = {}
-    for size in (None, 3, "auto"):
-        params = ForecasterParams.model_validate(merged(SMALL, {"train": {"microbatch_size": size, "num_epochs": 1}}))
-        here = StagesHere(tmp_path / str(size), FORECASTER, params)
-        scores = here.run("fold", 1).table("scores").column("score_h4").to_numpy()
-        found[size] = scores
-    differences = np.abs(found[3] - found[None]) / np.abs(found[None]).max()
-    assert np.median(differences) < 1e-3 and differences.max() < 0.05  # AdamW divides small gradients by their size
-    assert (differences > 0).any()
-    assert np.array_equal(found["auto"], found[None])
 
 
 @pytest.mark.proves("S2-41")

@@ -79,7 +79,7 @@ def test_one_input_is_the_identity(save, tmp_path):
         (weights(2, **{"layer.weight": torch.ones(4, 3).double()}), r"float32\[4, 3\] in .* float64\[4, 3\]"),
         (weights(2, steps=torch.tensor(8)), r"'steps' differs between .*: 7 and 8"),
         (weights(2, mask=torch.tensor([True, True])), "'mask' differs"),
-        (weights(2, phase=None, late=torch.ones(1)), r"'phase' is only in .*; 'late' is only in"),
+        (weights(2, phase=None, late=torch.ones(1)), r"'late' is only in .*b\.pt; 'phase' is only in .*a\.pt"),
         (weights(2, **{"layer.weight": torch.full((4, 3), torch.nan)}), r"b\.pt holds values that are not numbers"),
     ],
 )
@@ -95,27 +95,20 @@ def test_counters_can_be_taken_from_the_last_file(save, tmp_path):
     assert load_checkpoint(tmp_path / "out.pt")["model"]["steps"].item() == 8
 
 
-def test_other_entries_must_be_equal(save, tmp_path):
-    extra = {"_extra_state": {"scale": torch.ones(2), "names": ["a"]}}
-    same = [save("a.pt", weights(1, **extra)), save("b.pt", weights(2, **extra))]
-    average_checkpoints(same, tmp_path / "out.pt")
-    assert load_checkpoint(tmp_path / "out.pt")["model"]["_extra_state"]["names"] == ["a"]
-    other = save("c.pt", weights(2, _extra_state={"scale": torch.zeros(2), "names": ["a"]}))
-    with pytest.raises(UsageError, match="'_extra_state' differs"):
-        average_checkpoints([same[0], other], tmp_path / "out.pt")
-
-
 @pytest.mark.proves("C-46")
 def test_different_trainings_are_refused_unless_told(save, tmp_path):
-    a = save("a.pt", weights(1), identity={"seed": 1, "optimizer": "AdamW"})
-    b = save("b.pt", weights(2), fit="f2", identity={"seed": 2, "optimizer": "AdamW"})
-    with pytest.raises(UsageError, match=r"different trainings \(seed: 1 and 2\)"):
+    a, b = save("a.pt", weights(1)), save("b.pt", weights(2), fit="f2")
+    with pytest.raises(
+        UsageError, match=r"b\.pt: nothing there says that it is of the training that wrote .*a\.pt \(f1\)"
+    ):
         average_checkpoints([a, b], tmp_path / "out.pt")
     silent = save("c.pt", weights(3), fit=None)
-    with pytest.raises(UsageError, match=r"c\.pt: nothing there says which training"):
+    with pytest.raises(UsageError, match=r"c\.pt: nothing there says"):
         average_checkpoints([a, silent], tmp_path / "out.pt")
     average_checkpoints([a, b, silent], tmp_path / "out.pt", allow_unrelated=True)
-    with pytest.raises(UsageError, match=r"out\.pt: nothing there says"):  # the mean of two is of neither
+    with pytest.raises(
+        UsageError, match=r"a\.pt: nothing there says .* wrote .*out\.pt \(not said\)"
+    ):  # the mean of two is of neither
         average_checkpoints([tmp_path / "out.pt", a], tmp_path / "again.pt")
 
 
@@ -151,8 +144,10 @@ def test_damaged_and_foreign_files_are_refused(save, tmp_path):
     with pytest.raises(UsageError, match=r"The state in .*module\.pt cannot be loaded"):
         average_checkpoints([tmp_path / "module.pt"], tmp_path / "out.pt")
     torch.save([torch.ones(1)], tmp_path / "list.pt")
-    with pytest.raises(UsageError, match=r"list\.pt holds no state dict: found list"):
-        average_checkpoints([tmp_path / "list.pt"], tmp_path / "out.pt")
+    torch.save({"weight": torch.ones(1), "name": "a"}, tmp_path / "dict.pt")
+    for name, found in (("list", "list"), ("dict", "the keys \\['weight', 'name'\\]")):
+        with pytest.raises(UsageError, match=rf"{name}\.pt holds no state dict of tensors: found {found}"):
+            average_checkpoints([tmp_path / f"{name}.pt"], tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
 
 
@@ -162,7 +157,7 @@ def test_files_that_are_not_there_or_named_twice_are_refused(save, tmp_path):
         average_checkpoints([a, tmp_path / "ema_epoch_6.pt"], tmp_path / "out.pt")
     with pytest.raises(UsageError, match="named twice"):
         average_checkpoints([a, tmp_path / "." / "ema_epoch_3.pt"], tmp_path / "out.pt")
-    with pytest.raises(UsageError, match="one of the files to average"):
+    with pytest.raises(UsageError, match="named twice"):
         average_checkpoints([a], a)
     with pytest.raises(UsageError, match="nothing to average"):
         average_checkpoints([], tmp_path / "out.pt")

@@ -3,9 +3,7 @@
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
-from scipy import stats
 
 from memfit.files import write_json
 from memfit.training import save_checkpoint
@@ -14,7 +12,6 @@ from stages_here import digest_of
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 from memfit_workloads.benches import contents, differing
-from memfit_workloads.forecaster import bench as forecaster
 
 
 def test_runs_are_compared_by_the_bytes_of_their_tensors_and_by_their_results(tmp_path):
@@ -36,12 +33,3 @@ def test_runs_are_compared_by_the_bytes_of_their_tensors_and_by_their_results(tm
     assert differing(*left) == ["fold_1", "fold_1/latest_checkpoint.pt['model']['b']"]
     names = differing(contents(tmp_path / "first"), left[0])
     assert names == ["fold_1/ema_epoch_1.pt['model']['a']", "fold_1/ema_epoch_1.pt['model']['b']"]
-
-
-def test_the_line_of_an_effect_has_the_interval_of_a_paired_t_test():
-    random = np.random.default_rng(0)
-    one, other = ({seed: {"icir": value} for seed, value in enumerate(random.normal(size=7))} for _ in range(2))
-    line = forecaster.line_of_effect(one, other, "icir")
-    values = [[found["icir"] for found in of.values()] for of in (one, other)]
-    interval = stats.ttest_rel(*values).confidence_interval(0.95)
-    assert f"({interval.low:+.4f} to {interval.high:+.4f})" in line and line.endswith("no difference shown")

@@ -8,7 +8,7 @@ import torch
 from memfit.data import Panel
 from memfit.pipeline import Output
 from memfit.training import CheckpointWarning, load_checkpoint
-from memfit_workloads import finance
+from memfit_workloads import finance, folds
 from memfit_workloads.finance.generated import Market
 from memfit_workloads.finance.panels import hold_out, scale_of
 from memfit_workloads.ranker import stages
@@ -41,7 +41,7 @@ def make_params(data=GENERATED, splits=(("n_splits", 3), ("embargo_size", 2)), *
     return RankerParams(data=data, splits=dict(splits), model=MODEL, train=FAST | train)
 
 
-class Fold:
+class Fold(folds.Fold):
     """A fold's training as a job does it, here."""
 
     def __init__(self, tmp_path, params, fold=1, *, previous=None, folder=None):
@@ -49,7 +49,8 @@ class Fold:
         self.context = self.here.context("fold", fold, folder=folder)
         self.context.previous = previous
         self.dir = self.context.dir
-        self.panel, self.train_dates, self.test_dates = finance.fold_of(self.context)
+        super().__init__(self.context, params)
+        self.train_dates = finance.fold_of(self.context)[1]
 
     def train(self):
         return dict(self.here.run("fold", context=self.context).result)
@@ -123,7 +124,7 @@ def test_checkpoints_say_where_they_belong_and_the_step_size_has_come_down(plant
         assert (found.fold, found.panel, found.label_dates) == (1, fold.panel.fingerprint, 5)
         assert found.params["train"]["num_epochs"] == 4 and "gate" not in found.params
     (group,) = load_checkpoint(fold.dir / "latest")["optimizer"]["param_groups"]
-    assert group["lr"] == pytest.approx(params.train.learning_rate * params.train.final_share, rel=0.01)
+    assert group["lr"] == pytest.approx(params.train.learning_rate * params.train.floor_share, rel=0.01)
     assert (metrics["num_epochs"], metrics["num_snapshots"]) == (4, 2)
     assert "warm_start" not in metrics
 
@@ -138,19 +139,13 @@ def test_a_fold_run_again_trains_nothing_and_reports_the_same(planted):
 
 
 def test_what_is_fitted_and_validated_is_of_the_training_dates_and_apart(tmp_path, monkeypatch):
-    seen = {"fit": set(), "valid": set()}
-    fitted, scored = stages.ListBatches, stages.lists_to_score
+    seen, made = {}, stages.ListBatches
 
-    def fit(panel, dates, params, **options):
-        seen["fit"] |= set(dates.tolist())
-        return fitted(panel, dates, params, **options)
+    def watched(panel, dates, params, **options):
+        seen[("fit", "valid", "test")[len(seen)]] = set(dates.tolist())
+        return made(panel, dates, params, **options)
 
-    def valid(panel, dates, params):
-        seen.setdefault("test" if seen.get("valid") else "valid", set()).update(dates.tolist())
-        return scored(panel, dates, params)
-
-    monkeypatch.setattr(stages, "ListBatches", fit)
-    monkeypatch.setattr(stages, "lists_to_score", valid)
+    monkeypatch.setattr(stages, "ListBatches", watched)
     params = make_params(SMALL, num_epochs=1, valid_share=0.2)
     fold = Fold(tmp_path, params, 2)
     fold.train()
@@ -165,20 +160,8 @@ def test_what_is_fitted_and_validated_is_of_the_training_dates_and_apart(tmp_pat
     assert mean == pytest.approx(np.nanmean(values, axis=0), abs=1e-5)
     assert sd == pytest.approx(np.nanstd(values, axis=0), abs=1e-5)
     saved = load_checkpoint(fold.dir / "latest")["model"]
-    assert np.array_equal(saved["scale.mean_F"].numpy(), mean)
-    assert np.array_equal(saved["scale.sd_F"].numpy(), sd)
-
-
-@pytest.mark.parametrize(("scored", "name"), [("last", "latest"), ("best", "best"), ("ema", "ema_epoch_3.pt")])
-def test_the_scored_weights_are_those_that_were_asked_for(tmp_path, monkeypatch, scored, name):
-    falling = iter([0.9, 0.2, 0.1])
-    monkeypatch.setattr(stages, "validation_metrics", lambda scores, params: {"valid_lift": next(falling)})
-    params = make_params(SMALL, num_epochs=3, ema_epochs=(3,), scored=scored)
-    fold = Fold(tmp_path, params)
-    fold.train()
-    tables = {file: fold.scored_by(file) for file in ("latest", "best", "ema_epoch_3.pt")}
-    assert [file for file, table in tables.items() if table.equals(fold.scores)] == [name]
-    assert load_checkpoint(fold.dir / "best")["epoch"] == 1
+    assert np.array_equal(saved["scale_mean_F"].numpy(), mean)
+    assert np.array_equal(saved["scale_sd_F"].numpy(), sd)
 
 
 def test_an_early_stop_is_on_validation_and_reports_the_snapshots_that_are_missing(tmp_path, monkeypatch):
@@ -196,7 +179,7 @@ def test_an_early_stop_is_on_validation_and_reports_the_snapshots_that_are_missi
 def test_a_fold_takes_the_gpu_where_there_is_one(tmp_path):
     params = make_params(SMALL, num_epochs=1, device="auto")
     fold = Fold(tmp_path, params)
-    assert next(stages._model(fold.context, fold.panel, params, fold.train_dates)[0].parameters()).is_cuda
+    assert next(stages._started_model(fold.context, params, fold).parameters()).is_cuda
     fold.train()
     assert load_checkpoint(fold.dir / "latest")["identity"]["precision"] is not None
     assert fold.scored_by("latest").num_rows == fold.scores.num_rows
@@ -211,10 +194,10 @@ def test_a_warm_start_begins_with_the_weights_of_the_fold_before_and_says_so(tmp
     second = Fold(tmp_path, params, 2, previous=Output(first.here.manifest("fold", 1)))
     assert set(first.train_dates) < set(second.train_dates)
     trained = load_checkpoint(first.dir / "latest")["model"]
-    warm = stages._model(second.context, second.panel, params, second.train_dates)[0].state_dict()
+    warm = stages._started_model(second.context, params, second).state_dict()
     assert all(torch.equal(warm[name], trained[name]) for name in trained)
     second.context.previous = None
-    cold = stages._model(second.context, second.panel, params, second.train_dates)[0].state_dict()
+    cold = stages._started_model(second.context, params, second).state_dict()
     assert not torch.equal(cold["heads.weight"], trained["heads.weight"])
 
 

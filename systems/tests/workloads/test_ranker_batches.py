@@ -81,41 +81,12 @@ def test_an_epoch_is_the_same_again_and_another_is_in_another_order_with_other_p
     )
 
 
-@pytest.mark.parametrize("given", [0, 1, 2])
-def test_a_resume_in_mid_epoch_goes_on_with_the_next_batch(panel, given):
-    params = make_params(dates_per_batch=5)
-
-    def begun():
-        batches = ListBatches(panel, np.arange(12), params, seed=3)
-        batches.set_epoch(2)
-        return batches
-
-    whole = contents(begun())
-    stopped, resumed = begun(), ListBatches(panel, np.arange(12), params, seed=3)
-    iterator = iter(stopped)
-    for _ in range(given):
-        next(iterator)
-    resumed.load_state_dict(stopped.state_dict())
-    assert_same(contents(resumed), whole[given:])
-
-
-def test_the_longest_batch_is_as_large_as_any_and_disturbs_nothing(panel):
-    batches = ListBatches(panel, np.arange(12), make_params(dates_per_batch=5), seed=3)
-    before = contents(batches)
-    assert len(batches.longest().windows) == 5 * NUM_ASSETS == max(len(one["windows"]) for one in before)
-    assert_same(contents(batches), before)
-
-
-def test_pairs_are_drawn_within_the_list_and_are_all_there_are_where_these_are_few(panel):
+def test_pairs_are_drawn_within_the_list(panel):
     few = ListBatches(panel, np.arange(8), make_params(dates_per_batch=4, pairs_per_asset=5), seed=1)
     own = np.tile(np.arange(NUM_ASSETS), 4)[:, None]
     for one in few:
         assert one.partners.shape == (80, 5)
         assert ((one.partners >= 0) & (one.partners < NUM_ASSETS) & (one.partners != own)).all()
-    every = ListBatches(panel, np.arange(8), make_params(dates_per_batch=4, pairs_per_asset=25), seed=1)
-    for one in every:
-        assert all(set(row.tolist()) == set(range(NUM_ASSETS)) for row in one.partners)  # itself is the padding
-        assert ((one.partners == own).sum(axis=1) == 25 - 19).all()
     none = make_params(loss={"listnet": 1.0, "ranknet": 0.0})
     assert next(iter(ListBatches(panel, np.arange(8), none, seed=1))).partners.shape[1] == 0
 
@@ -139,7 +110,7 @@ def train(panel, params, max_grad_norm):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(1, 2, bias=False))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    loss = RankerLoss(1.0, 0.5, 0.1, horizon_weights=(1.0, 1.0))
+    loss = RankerLoss(1.0, 0.5, 0.1)
     batches = ListBatches(panel, np.arange(NUM_DATES), params, seed=5)
     for epoch in range(6):
         batches.set_epoch(epoch)
@@ -156,7 +127,6 @@ def train(panel, params, max_grad_norm):
 def test_the_decay_by_days_takes_effect_under_adam_and_clipping(panel, max_grad_norm):
     plain = train(panel, make_params(dates_per_batch=12), max_grad_norm)
     recent = train(panel, make_params(dates_per_batch=12, tau_days=15.0), max_grad_norm)
-    print(plain, recent)
     # Three of four dates say that less is better; those of the last six weeks say the opposite.
     assert (plain < 0).all()
     assert (recent > 0).all()

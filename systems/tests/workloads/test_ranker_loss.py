@@ -106,6 +106,8 @@ def make_batch(sizes=(4, 3, 5), horizons=2, weights=(1.0, 0.5, 0.25), seed=0):
         sectors=np.full(num, -1),
         weights=np.repeat(np.array(weights, np.float32), sizes),
         partners=np.concatenate([rng.integers(0, size, (size, 3)) for size in sizes]),
+        dates=np.zeros(num, np.int64),
+        assets=np.zeros(num, np.int64),
     )
 
 
@@ -122,26 +124,26 @@ class Flat(torch.nn.Module):
 @pytest.mark.proves("C-47")
 def test_a_batch_is_the_weighted_sum_of_its_lists_horizons_and_losses():
     batch, model = make_batch(), Flat()
-    total, weight = RankerLoss(1.0, 0.5, 0.1, horizon_weights=(1.0, 3.0))(model, batch)
+    total, weight = RankerLoss(1.0, 0.5, 0.1)(model, batch)
     scores, targets = model(torch.from_numpy(batch.windows)), torch.from_numpy(batch.targets)
     wanted = 0.0
     for number, (rows, date_weight) in enumerate(
         zip((range(4), range(4, 7), range(7, 12)), (1, 0.5, 0.25), strict=True)
     ):
         assert set(batch.lists[list(rows)]) == {number}
-        for horizon, horizon_weight in enumerate((1, 3)):
+        for horizon in range(2):
             s, t = scores[list(rows), horizon], targets[list(rows), horizon]
             partners = torch.from_numpy(batch.partners[list(rows)])
             losses = listnet_loss(s, t, every(t)) + 0.5 * ranknet_loss(s, t, every(t), partners)
-            wanted += date_weight * horizon_weight * (losses + 0.1 * mse_loss(s, t, every(t)))
+            wanted += date_weight * (losses + 0.1 * mse_loss(s, t, every(t)))
     assert total.item() == pytest.approx(wanted.item(), rel=1e-5)
-    assert weight.item() == pytest.approx((1 + 0.5 + 0.25) * (1 + 3))
+    assert weight.item() == pytest.approx((1 + 0.5 + 0.25) * 2)
 
 
 def test_a_batch_that_is_cut_between_lists_has_the_same_gradient():
     batch, model = make_batch(), Flat().double()
     batch = ListBatch(**vars(batch) | {"windows": batch.windows.astype(np.float64)})
-    loss = RankerLoss(1.0, 0.5, 0.1, horizon_weights=(1.0, 2.0))
+    loss = RankerLoss(1.0, 0.5, 0.1)
     split = ByGroup(lambda batch: batch.lists)
     assert split.count(batch) == 3
 
@@ -159,7 +161,7 @@ def test_a_batch_that_is_cut_between_lists_has_the_same_gradient():
 
 def test_a_loss_of_16_bit_scores_is_computed_in_float32():
     batch, model = make_batch(), Flat()
-    loss = RankerLoss(1.0, 0.5, 0.1, horizon_weights=(1.0, 2.0))
+    loss = RankerLoss(1.0, 0.5, 0.1)
     plain = loss(model, batch)
     with torch.autocast("cpu", torch.bfloat16):
         mixed = loss(model, batch)
@@ -167,11 +169,11 @@ def test_a_loss_of_16_bit_scores_is_computed_in_float32():
     assert mixed[0].item() == pytest.approx(plain[0].item(), rel=0.02) and torch.equal(mixed[1], plain[1])
 
 
-def test_a_horizon_without_weight_and_one_without_targets_train_nothing():
+def test_a_horizon_without_targets_trains_nothing():
     batch, model = make_batch(horizons=3), Flat(horizons=3)
     batch.targets[:, 2] = NAN
-    total, weight = RankerLoss(1.0, 0.5, 0.1, horizon_weights=(1.0, 0.0, 1.0))(model, batch)
+    total, weight = RankerLoss(1.0, 0.5, 0.1)(model, batch)
     (total / weight).backward()
     moved = model.linear.weight.grad.abs().sum(dim=1)
-    assert (moved > 0).tolist() == [True, False, False]
-    assert weight.item() == pytest.approx(1.75)
+    assert (moved > 0).tolist() == [True, True, False]
+    assert weight.item() == pytest.approx(3.5)
