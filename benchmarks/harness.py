@@ -49,7 +49,6 @@ ROOMS = {
     "recipes": ("systems/memfit_workloads/recipes", "Recipes"),
     "trajectory": ("systems/memfit_workloads/trajectory", "Trajectory model"),
     "finance": ("systems/memfit_workloads/finance", "Statistics"),
-    "own": ("systems/memfit_workloads/own", "Own networks"),
 }
 _HEAD = """\
 # Does it work, and how well?
