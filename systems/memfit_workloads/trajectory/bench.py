@@ -49,6 +49,7 @@ class Trial:
         given += [f"vocabulary.size={size}", f"trainer.params.max_epochs={epochs}", "seeds=1"]
         given.append(f"dataloader.params.batch_size={BATCH}")
         self.words = [str(CONFIG), *(word for one in given for word in ("--set", f"params.{one}"))]
+        self.words += ["--nproc", str(RANKS)]  # in the keys of all stages: the threads of a job follow from it
 
     def run(self, *words: str, seconds: float = 500) -> tuple[int, str]:
         """Run memfit with the cluster's tools to its end; return its exit code and what it said."""
@@ -70,11 +71,11 @@ class Trial:
 
     def _slurm(self, request_mib: int) -> tuple[str, ...]:
         settings = (f"slurm.nodes={NODES}", f"slurm.memory={request_mib - _OWN_MIB}MiB", "retries=0")
-        return ("--backend", "slurm", *(word for one in settings for word in ("--set", one)), "--nproc", str(RANKS))
+        return ("--backend", "slurm", *(word for one in settings for word in ("--set", one)))
 
     def _canary(self, request_mib: int) -> tuple[int, str]:
         command = (sys.executable, str(NAIVE), str(self.checkpoints), "--batch_size", str(BATCH))
-        options = ("--name", "naive", "--canary-args", "--steps 5")
+        options = ("--nproc", str(RANKS), "--name", "naive", "--canary-args", "--steps 5")
         return self.run("--canary", *self._slurm(request_mib), *options, "--", *command)
 
     def measure(self) -> dict[str, Any]:

@@ -145,13 +145,13 @@ class FoldData:
         items = self.videos["item"].take(pa.array(rows))
         return pa.table({"row": rows, "item": items, "class": self.classes[rows], "logit": listed})
 
-    def _loader(self, rows: npt.NDArray[np.int64], changes: Changes, workers: int | None, *, shuffle: bool) -> Any:
+    def _loader(self, rows: Any, changes: Changes, workers: int | None, *, shuffle: bool) -> DataLoader[Any]:
         recipe, clips = self.context["create_loaders"].result, Clips(rows.tolist(), self.classes, changes, self._frames)
         workers = recipe["num_workers"] if workers is None else workers
         return own.batches(clips, self.context.seed, recipe["batch_size"], workers, shuffle=shuffle)
 
 
-def collections(cleanup: CleanupParams) -> dict[str, Callable[[Any], None]]:
+def collections(cleanup: CleanupParams) -> dict[str, Any]:
     """Return what a `Trainer` is to call after steps and epochs."""
     steps = itertools.count(1)
 

@@ -17,6 +17,7 @@ from memfit.errors import ConfigError, DataError  # noqa: E402
 from memfit.pipeline import Output  # noqa: E402
 from memfit.rundir import RunDir  # noqa: E402
 from memfit.training import StepOutcome, load_checkpoint  # noqa: E402
+from memfit_workloads.benches import contents, differing  # noqa: E402
 from memfit_workloads.video import data, scores, stages, training  # noqa: E402
 from memfit_workloads.video.params import CleanupParams, VideoParams  # noqa: E402
 from stages_here import StagesHere  # noqa: E402
@@ -66,20 +67,6 @@ def whole(tmp_path_factory):
     return here
 
 
-def outputs(path):
-    """What a run found: each stage's result, and the bytes of its tables, arrays and last weights."""
-    found = {}
-    for manifest in sorted((path / "checkpoints").glob("*.json")):
-        found[manifest.stem] = Output(manifest).result
-    for file in sorted((path / "checkpoints").rglob("*")):
-        if file.suffix in (".feather", ".npy"):
-            found[str(file.relative_to(path))] = file.read_bytes()
-        if file.name == "latest":
-            weights = load_checkpoint(file)["model"]
-            found[str(file.relative_to(path))] = {name: value.numpy().tobytes() for name, value in weights.items()}
-    return found
-
-
 @pytest.mark.proves("S1-21", "S1-22", "S1-23")
 def test_the_tree_is_that_of_the_report_and_what_was_decided_is_stored(whole):
     checkpoints = whole.run_dir / "checkpoints"
@@ -127,9 +114,7 @@ def test_no_group_is_in_two_folds_and_no_changed_copy_of_a_validated_video_is_tr
 def test_a_run_that_is_killed_within_a_fold_ends_as_its_stages_do_here(whole, tmp_path):
     config(tmp_path)
     killed = kills.run(tmp_path, "config.yaml", kill_at=[kills.epoch("fold_2", 1)])
-    expected, found = outputs(whole.run_dir), outputs(killed.path)
-    assert {*found} == {*expected}
-    assert [name for name in expected if found[name] != expected[name]] == []
+    assert differing(contents(whole.run_dir), contents(killed.path)) == []
 
 
 @pytest.mark.proves("S1-02", "S1-05", "S1-42")
@@ -174,10 +159,7 @@ def test_another_entry_runs_the_notebook_alone_and_keeps_it_with_its_outputs(tmp
     ("params", "told"),
     [
         ({"train": {"use_amp": "yes"}}, "use_amp"),
-        ({"train": {"use_amp": 1}}, "use_amp"),
-        ({"entry": "false"}, "entry"),
         ({"entry": False}, "entry"),
-        ({"splits": {"n_splits": 1}}, "n_splits"),
         ({"data": {"source": "files"}}, "path belongs to source: files"),
         ({"loader": {"batch": 4}}, "batch_size"),
     ],
