@@ -25,7 +25,7 @@ from memfit_workloads.trajectory.params import ModelParams
 from memfit_workloads.trajectory.training import scorer_loss
 
 
-def load(folder: Path, split: str) -> list[Any]:
+def load(folder: Path, split: str) -> Any:
     """Return the scenes of a split with their rows of the teacher table, in this process's own memory."""
     tables = sorted(folder.glob("teacher_*/teacher.npy"))
     names = [one.parent.name.replace("teacher", "prepare") for one in tables]
@@ -48,13 +48,13 @@ def main() -> None:
     rank, size = group.get_rank(), group.get_world_size()
     if rank == 0:
         print(f"epochs: {given.epochs}, batch_size: {given.batch_size}", flush=True)
-    train, valid = load(given.folder, "train"), list[Any]()
+    train, valid = load(given.folder, "train"), None
     paths = torch.from_numpy(np.load(given.folder / "stage_vocabulary/vocabulary.arrays/paths.npy"))
     model = DistributedDataParallel(TrajectoryScorer(paths, train[0][0].shape[0]))
     model.vocabulary, loss_of = model.module.vocabulary, partial(scorer_loss, ModelParams())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    sampler: Any = DistributedSampler(train)  # type: ignore[arg-type]
-    loader: Any = DataLoader(train, given.batch_size, sampler=sampler, drop_last=True)  # type: ignore[arg-type]
+    sampler: Any = DistributedSampler(train)
+    loader: Any = DataLoader(train, given.batch_size, sampler=sampler, drop_last=True)
     for epoch in range(given.epochs):
         phase("train")
         sampler.set_epoch(epoch)
@@ -71,7 +71,7 @@ def main() -> None:
         phase("validate")
         if rank == 0:
             print("validation: loading its table", flush=True)
-        if not valid:
+        if valid is None:
             valid = load(given.folder, "valid")
         with torch.no_grad():
             sums = [loss_of(model.module, batch)[0] for batch in DataLoader(valid, given.batch_size)]
