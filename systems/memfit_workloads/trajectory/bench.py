@@ -111,7 +111,7 @@ class Trial:
         (state,) = self.cluster.wait(number, seconds=300)
         log = self.cluster.log_of(number).read_text()
         saved = (self.cluster.folder / "jobs/last.pt").exists()
-        is_killed = state == "OUT_OF_MEMORY" and "validation: loading" in log and not saved
+        is_killed = "oom-kill event" in log.partition("validation: loading")[2] and not saved
         return {"state": state, "log": log, "saved": saved, "ok": is_killed}
 
     def memfit(self) -> dict[str, Any]:
