@@ -168,7 +168,7 @@ def answer(model: torch.nn.Module, batch: Any) -> torch.Tensor:
 
 
 def score_table(model: torch.nn.Module, panel: Panel, params: Any, batches: Iterable[Any]) -> pa.Table:
-    """The scores of a model, as `table_of` gives them."""
+    """The scores of a model, as `scores_of` gives them."""
 
     def rows(batch: Any) -> tuple[Any, Any, torch.Tensor]:
         return batch.dates, batch.assets, answer(model, batch)

@@ -130,7 +130,7 @@ def _refuse_unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
         if a.get(name) != b.get(name):
             raise DataError(
                 f"A was evaluated with {name} {a.get(name)}, and B with {b.get(name)}.",
-                rule="two day tables compare when they were evaluated with the same share of assets, and the same assets.",
+                rule="two day tables compare when they were evaluated with the same share of the same assets.",
                 remedy="evaluate both with evaluate_folds, with the same of each",
             )
 

@@ -16,25 +16,21 @@ import numpy as np
 import torch
 import torch.distributed as group
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, StackDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from memfit import phase
-from memfit_workloads.trajectory.data import SPLITS, Scenes
+from memfit_workloads.trajectory.data import Scenes
 from memfit_workloads.trajectory.model import TrajectoryScorer
 from memfit_workloads.trajectory.params import ModelParams
 from memfit_workloads.trajectory.training import scorer_loss
 
 
-def load(folder: Path, split: str) -> StackDataset:  # type: ignore[type-arg]
+def load(folder: Path, split: str) -> Any:
     """Return the scenes of a split with their rows of the teacher table, in this process's own memory."""
-    parts: list[list[Any]] = []
-    for table in sorted(folder.glob("teacher_*/teacher.npy")):
-        scenes = folder / table.parent.name.replace("teacher", "prepare") / "scenes.arrays"
-        rows = np.flatnonzero(np.load(scenes / "split.npy") == SPLITS.index(split))
-        files = [*(scenes / f"{name}.npy" for name in Scenes.NAMES), table]
-        parts.append([torch.from_numpy(np.load(file, mmap_mode="r")[rows]) for file in files])
-    joined: Any = [torch.cat(one) if len(one) > 1 else one[0] for one in zip(*parts, strict=True)]
-    return StackDataset(*joined)
+    tables = sorted(folder.glob("teacher_*/teacher.npy"))
+    names = [one.parent.name.replace("teacher", "prepare") for one in tables]
+    scenes = Scenes([(folder / name / "scenes.arrays", one) for name, one in zip(names, tables, strict=True)], split)
+    return [scenes[number] for number in range(len(scenes))]
 
 
 def main() -> None:
@@ -58,7 +54,7 @@ def main() -> None:
     model.vocabulary, loss_of = model.module.vocabulary, partial(scorer_loss, ModelParams())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     sampler: Any = DistributedSampler(train)
-    loader = DataLoader(train, given.batch_size, sampler=sampler, drop_last=True)
+    loader: Any = DataLoader(train, given.batch_size, sampler=sampler, drop_last=True)
     for epoch in range(given.epochs):
         phase("train")
         sampler.set_epoch(epoch)

@@ -46,7 +46,6 @@ class VocabularyParams(config.Settings):
     """The trajectories to choose from, and the table of how teachers score them."""
 
     size: int = Field(512, ge=8, le=4096, description="trajectories; fewer where fewer scenes are trained on")
-    dtype: Literal["float16", "float32"] = Field("float32", description="of the teacher table")
 
 
 class ModelParams(Network):
@@ -72,7 +71,6 @@ class TrainerParams(config.Settings):
     max_epochs: int = Field(8, ge=1)
     accumulate_grad_batches: int = Field(1, ge=1, description="batches of an update")
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
-    strategy: Literal["ddp", "fsdp"] = Field("ddp", description="fsdp: weights and optimizer in parts (FSDP2)")
     gradient_clip_val: float | None = Field(1.0, gt=0)
     learning_rate: float = Field(2e-3, gt=0)
 

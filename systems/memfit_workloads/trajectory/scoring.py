@@ -1,4 +1,4 @@
-"""The rules: vocabulary, teacher table, baselines, metrics and their intervals. Nothing here needs torch.
+"""The rules: vocabulary, teacher table, baselines and metrics. Nothing here needs torch.
 
 Trajectories are in metres in the frame of the scene's vehicle, one position every 1 / hz seconds.
 """
@@ -26,7 +26,6 @@ _MISS_METRES = 2.0
 _TURN_STEPS, _TURN_KEPT, _GAIN_KEPT = 3, 0.8, 0.9
 #: Every so many positions are looked at for collisions, roads and comfort.
 _EVERY = 2
-_NUM_RESAMPLES, _LEVEL = 1000, 0.95
 _MOST_FOR_CLUSTERS = 50_000
 METRICS = ("minADE1", "minFDE1", "minADE6", "minFDE6", "miss6", "collision", "off_road")
 
@@ -60,7 +59,7 @@ def teach(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     scenes, road = context["prepare"].arrays("scenes"), context["prepare"].arrays("road")
     path = context.dir / "teacher.npy"
     shape = (len(scenes["future"]), 4, len(paths))
-    table = np.lib.format.open_memmap(path, "w+", np.dtype(params.vocabulary.dtype), shape)
+    table = np.lib.format.open_memmap(path, "w+", np.float32, shape)
     for row in range(len(table)):
         table[row] = scores(paths, {name: each[row] for name, each in scenes.items()}, road, params.data.hz)
     table.flush()
@@ -142,14 +141,6 @@ def constant_turn(history: Floats, num_future: int) -> Floats:
     return np.cumsum(pace[..., None] * np.stack([np.cos(course), np.sin(course)], axis=-1), axis=1)[:, None]
 
 
-def nearest_entries(paths: Floats, futures: Floats, number: int) -> npt.NDArray[np.int64]:
-    """Return the entries of a vocabulary (K, F, 2) nearest to each of futures (S, F, 2), shape (S, number)."""
-    flat = paths.reshape(len(paths), -1)
-    wanted = futures.reshape(len(futures), flat.shape[1])
-    distance = (flat**2).sum(1) - 2 * wanted @ flat.T
-    return np.argsort(distance, axis=1, kind="stable")[:, :number]
-
-
 def judge(predicted: Floats, scenes: Mapping[str, Floats], road: Mapping[str, Floats]) -> Floats:
     """Return `METRICS` of each scene, shape (S, 7), of predictions (S, k, F, 2), the best first.
 
@@ -165,64 +156,37 @@ def judge(predicted: Floats, scenes: Mapping[str, Floats], road: Mapping[str, Fl
 
 
 def report(context: Context, params: TrajectoryParams) -> dict[str, Any]:
-    """Judge all seeds, baselines and what was driven on scenes that nothing was trained on, with intervals."""
+    """Judge all seeds, baselines and what was driven on scenes that nothing was trained on."""
     phase("validate")
-    paths = context["vocabulary"].arrays("vocabulary")["paths"]
-    rng, found = np.random.default_rng(context.seed), dict[str, Any]()
-    draws = {"constant_velocity": rng, "nearest_entry": rng, "constant_turn": np.random.default_rng([context.seed, 1])}
+    paths, found = context["vocabulary"].arrays("vocabulary")["paths"], dict[str, Any]()
     for split in SPLITS[2:]:
-        judged, blocks = _judge_split(context, split, paths)
-        if not len(blocks):
-            continue
-        means = {name: dict(zip(METRICS, one.mean((0, 1)).tolist(), strict=True)) for name, one in judged.items()}
-        gains = {name: interval(judged["model"] - judged[name], blocks, draws[name]) for name in draws}
-        found[split] = {"metrics": means, "less_than_baseline": gains, "num_scenes": len(blocks)}
+        judged = _judge_split(context, split, paths)
+        if judged["driven"].size:
+            means = {name: dict(zip(METRICS, one.mean((0, 1)).tolist(), strict=True)) for name, one in judged.items()}
+            found[split] = {"metrics": means, "num_scenes": judged["driven"].shape[1]}
     context.save("metrics", found)
     flat = {f"{split}_{name}": one["metrics"]["model"][name] for split, one in found.items() for name in METRICS[:5]}
     return flat | {"report": [line for split, one in found.items() for line in _lines(split, one)]}
 
 
-def _judge_split(context: Context, split: str, paths: Floats) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
-    """Return `METRICS` of model (seeds, S, 7) and baselines (1, S, 7), and the block of each scene."""
-    seeds = [unit.arrays("chosen")[split] for unit in context.units("choose")]
-    parts = {one: list[Floats]() for one in ("model", "constant_velocity", "nearest_entry", "constant_turn", "driven")}
-    blocks, start = [], 0
-    for number, unit in enumerate(context.units("prepare")):
+def _judge_split(context: Context, split: str, paths: Floats) -> dict[str, Floats]:
+    """Return `METRICS` of model (seeds, S, 7) and baselines (1, S, 7)."""
+    seeds, start = [unit.arrays("chosen")[split] for unit in context.units("choose")], 0
+    parts = {one: list[Floats]() for one in ("model", "constant_velocity", "constant_turn", "driven")}
+    for unit in context.units("prepare"):
         stored, road = unit.arrays("scenes"), unit.arrays("road")
         rows = np.flatnonzero(stored["split"] == SPLITS.index(split))
         scenes = {name: stored[name][rows] for name in ("history", "future", "neighbours", "pose")}
-        straight = constant_velocity(scenes["history"], paths.shape[1])
         chosen = [paths[one[start : start + len(rows)]] for one in seeds]
-        nearest = paths[nearest_entries(paths, straight[:, 0], 6)]
-        turned, driven = constant_turn(scenes["history"], paths.shape[1]), scenes["future"][:, None]
-        predicted = (chosen, [straight], [nearest], [turned], [driven])
+        straight, turned = (make(scenes["history"], paths.shape[1]) for make in (constant_velocity, constant_turn))
+        predicted = (chosen, [straight], [turned], [scenes["future"][:, None]])
         for part, each in zip(parts.values(), predicted, strict=True):
             part.append(np.stack([judge(one, scenes, road) for one in each]))
-        blocks.append(number * 1_000_000 + stored["block"][rows].astype(np.int64))
         start += len(rows)
-    return {name: np.concatenate(each, axis=1) for name, each in parts.items()}, np.concatenate(blocks)
-
-
-def interval(differences: Floats, blocks: npt.NDArray[Any], rng: np.random.Generator) -> dict[str, Any]:
-    """Return mean, low and high of each metric, of differences (seeds, S, 7): a bootstrap over seeds and blocks."""
-    _, group = np.unique(blocks, return_inverse=True)
-    counts = np.bincount(group)
-    sums = np.stack([np.stack([np.bincount(group, metric) for metric in one.T], axis=1) for one in differences])
-    means = []
-    for _ in range(_NUM_RESAMPLES):
-        seeds, picked = (rng.integers(number, size=number) for number in sums.shape[:2])
-        means.append(sums[seeds][:, picked].sum(1).mean(0) / counts[picked].sum())
-    low, high = np.quantile(means, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], axis=0)
-    return dict(zip(METRICS, np.stack([differences.mean((0, 1)), low, high], axis=1).tolist(), strict=True))
+    return {name: np.concatenate(each, axis=1) for name, each in parts.items()}
 
 
 def _lines(split: str, found: Mapping[str, Any]) -> Iterator[str]:
     yield f"{split.replace('_', ' ')}, {found['num_scenes']} scenes: " + ", ".join(METRICS)
     for name, one in found["metrics"].items():
         yield f"  {name.replace('_', ' ')}: " + ", ".join(f"{one[metric]:.3f}" for metric in METRICS)
-    for name, gains in found["less_than_baseline"].items():
-        of: dict[str, list[str]] = {"beaten": [], "not reached": [], "no difference shown": []}
-        for metric, (_, low, high) in gains.items():
-            of["beaten" if high < 0 else "not reached" if low > 0 else "no difference shown"].append(metric)
-        said = "; ".join(f"{what} in {', '.join(which)}" for what, which in of.items() if which)
-        yield f"  {name.replace('_', ' ')} ({_LEVEL:.0%} intervals over seeds and blocks): {said}"

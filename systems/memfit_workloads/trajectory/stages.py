@@ -63,6 +63,6 @@ TRAJECTORY = Workload(
         Stage("teacher", scoring.teach, needs=_TABLES[:2], each=_EACH_PLACE, reads=("data", "vocabulary")),
         Stage("train", train, _TABLES, each=_EACH_SEED, reads=_TRAINING, phases=_PHASES, probe=Probe(_loader, _step)),
         Stage("choose", choose, needs=(*_TABLES, "train"), each=_EACH_SEED, reads=("data", "model", "dataloader")),
-        Stage("report", scoring.report, needs=("prepare", "vocabulary", "choose"), reads=("@seed",)),
+        Stage("report", scoring.report, needs=("prepare", "vocabulary", "choose"), reads=()),
     ),
 )

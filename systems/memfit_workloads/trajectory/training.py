@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from memfit.pipeline import Context
 from memfit.rundir import phase
-from memfit.training import KeyedDataset, KeyedSampler, Trainer, find_device, load_checkpoint, seed_everything
+from memfit.training import Trainer, checkpoint_path, find_device, load_checkpoint, seed_everything
 from memfit_workloads import own
 from memfit_workloads.trajectory.data import INPUTS, SPLITS, Scenes
 from memfit_workloads.trajectory.model import distances
@@ -36,15 +36,10 @@ def loader(
     scenes: Scenes, params: TrajectoryParams, seed: int, num_ranks: int = 1, num_workers: int | None = None
 ) -> DataLoader[Any]:
     """Return batches of history, raster, future and teacher; of those to train on in another order each epoch."""
-    settings, items = params.dataloader.params, KeyedDataset(scenes, seed)
+    settings = params.dataloader.params
     num_workers = settings.num_workers if num_workers is None else num_workers
-    return DataLoader(
-        items,
-        settings.batch_size * num_ranks,  # of which a `Trainer` deals each rank its part
-        sampler=KeyedSampler(items, seed, shuffle=scenes.split == "train"),
-        num_workers=num_workers,
-        multiprocessing_context="forkserver" if num_workers else None,
-    )
+    global_size = settings.batch_size * num_ranks  # of which a `Trainer` deals each rank its part
+    return own.batches(scenes, seed, global_size, num_workers, shuffle=scenes.split == "train")
 
 
 def new_model(params: TrajectoryParams, vocabulary: Any) -> Any:
@@ -89,19 +84,13 @@ def train(context: Context, params: TrajectoryParams) -> dict[str, Any]:
     Returns:
         ``best_epoch``, ``train_loss`` of the last epoch, ``valid_loss`` of the best; ``num_train``.
     """
-    from memfit.training import checkpoint_path
-
     phase("load")
     seed_everything(context.seed)
     settings, device = params.trainer.params, find_device("auto")
     paths = context["vocabulary"].arrays("vocabulary")["paths"]
     model, num_ranks = new_model(params, paths).to(device), dist.get_world_size() if dist.is_initialized() else 1
-    if dist.is_initialized() and settings.strategy == "ddp":
+    if dist.is_initialized():
         model = DistributedDataParallel(model)
-    elif dist.is_initialized():
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model)
     trainer = Trainer(
         model,
         loss=functools.partial(scorer_loss, params.model),

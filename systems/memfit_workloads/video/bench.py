@@ -1,10 +1,8 @@
-"""The video classifier: with collections on, and 300 clips under a limit and kills.
+"""The video classifier: 300 clips, a tenth of them damaged, in five folds under a limit, killed 20 times.
 
-    make bench NAME=video ARGS="--part cleanup --part clips"
+    make bench NAME=video
 
-Parts: ``cleanup``: what each kind of garbage collection freed and cost; ``clips``: 300 clips, a tenth of them damaged,
-in five folds under one real limit into which two plain folds fit, killed 20 times (needs root and a memory cgroup; at
-most 4 GiB).
+Two plain folds fit into the limit, a real one (needs root and a memory cgroup; at most 4 GiB).
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +48,8 @@ for epoch in range(3):
         loss.backward()
         optimizer.step()
 """
-SHORT = {"data.num_clips": 96, "clip.size": 32, "train.num_epochs": 3}
 CLIPS = {"data.num_clips": 300, "data.bad_share": 0.1, "clip.size": 32, "train.num_epochs": 6}
 MOST_BYTES = 4 << 30
-
-
-def cleanup(folder: Path) -> None:
-    kinds = {"before_stage": True, "after_stage": True, "after_fold": True, "after_epoch": True, "every_batches": 5}
-    for kind, value in kinds.items():
-        own = {"runs_dir": folder / kind, "data.bad_share": 0.1, f"cleanup.{kind}": str(value).lower()}
-        events = RunDir(Path(run(CONFIG, SHORT | own, "--units", "1")["run"])).events()
-        done = [event for event in events if event["kind"] == "cleanup"]
-        host, seconds, objects = (sum(one[name] for one in done) for name in ("host_bytes", "seconds", "num_objects"))
-        print(f"{kind:20} {len(done):3} times, {objects} objects, {host / 2**20:.1f} MiB, {seconds:.2f} s")
 
 
 def is_past(folder: Path, place: str) -> bool:
@@ -79,7 +65,7 @@ def is_past(folder: Path, place: str) -> bool:
 def clips(folder: Path) -> None:
     parent = find_parent()
     if parent is None:
-        sys.exit("clips: needs root and a memory cgroup")
+        sys.exit("video: needs root and a memory cgroup")
     whole = Path(run(CONFIG, CLIPS | {"runs_dir": folder / "whole"})["run"])
     naive = [sys.executable, "-c", NAIVE, str(whole)]
     with Limited(parent, MOST_BYTES) as group:
@@ -112,16 +98,7 @@ def clips(folder: Path) -> None:
     print(f"{len(different)} of {len(expected)} results differ {different[:3]}; {skipped} damaged clips were skipped")
 
 
-PARTS: dict[str, Callable[[Path], None]] = {"cleanup": cleanup, "clips": clips}
-
-
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--part", action="append", choices=PARTS)
-    for part in options.parse_args().part or PARTS:
-        with tempfile.TemporaryDirectory(prefix=f"video-{part}-") as name:
-            PARTS[part](Path(name))
-
-
 if __name__ == "__main__":
-    main()
+    parser(__doc__).parse_args()
+    with tempfile.TemporaryDirectory(prefix="video-") as name:
+        clips(Path(name))

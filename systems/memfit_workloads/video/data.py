@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import hashlib
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from memfit.errors import ConfigError, DataError, MissingExtraError, SplitError
-from memfit.memory import Budget
 from memfit.pipeline import Context, fingerprint_files
 from memfit.rundir import phase, record
-from memfit.units import format_bytes
 from memfit_workloads import own
 from memfit_workloads.video.alike import frame_signatures, group_alike
 from memfit_workloads.video.clips import make_clips
@@ -26,10 +25,9 @@ from memfit_workloads.video.decode import BadVideoError, decoder_version, probe,
 from memfit_workloads.video.groups import StratifiedGroups
 from memfit_workloads.video.params import DataParams, VideoParams
 
+Changes = Mapping[int, Sequence[Mapping[str, Any]]]
 _ENDINGS = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".3gp", ".flv", ".wmv", ".ogv"})
 SIGNED_FRAMES, SIGNED_SIZE = 8, 72
-#: The part of the free memory that all decoded frames may take: mapped, the folds share one copy.
-_CACHE_SHARE = 0.25
 #: A class has a name in the table and a number in the model; in this order where these are the names.
 _KNOWN_CLASSES = ("real", "tampered")
 
@@ -39,15 +37,8 @@ def fingerprint(params: VideoParams) -> str:
     path = params.data.path
     if path is None:
         return decoder_version()
-    try:
-        files = [one for one, *_ in find_videos(params.data)]
-        return fingerprint_files(*([path] if path.is_file() else []), *files) + decoder_version()
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{error.filename} is not there.",
-            rule="each path of the list names a video; paths begin at the list's folder.",
-            remedy="correct the list, or remove that line",
-        ) from None
+    files = [one for one, *_ in find_videos(params.data) if one.is_file()]
+    return fingerprint_files(*([path] if path.is_file() else []), *files) + decoder_version()
 
 
 def check(params: VideoParams) -> None:
@@ -198,37 +189,29 @@ def generate_augmentations(context: Context, params: VideoParams) -> dict[str, A
 
 
 def create_datasets(context: Context, params: VideoParams) -> dict[str, Any]:
-    """Say what an item is; decode all videos once into one mapped file if that fits."""
+    """Say what an item is; decode all videos once into one file, which the folds map."""
     phase("build")
     videos, clip = context["load_data"].table("videos"), params.clip
     shape = (len(videos), clip.num_frames, 3, clip.size, clip.size)
-    num_bytes = int(np.prod(shape))
-    free = Budget.read().headroom_bytes
-    recipe = {
+    path = context.dir / "frames.npy"
+    frames = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
+    for row, name in enumerate(videos["path"].to_pylist()):  # an absolute path stays as it is
+        frames[row] = sample_frames(context["load_data"].dir / name, clip.num_frames, clip.size)
+    frames.flush()
+    context.save("frames", path)
+    return {
         "num_items": shape[0],
         "item_shape": list(shape[1:]),
         "dtype": "uint8",
-        "all_bytes": num_bytes,
+        "all_bytes": frames.nbytes,
         "decoder": decoder_version(),
-        "cached": clip.cache == "auto" and num_bytes <= _CACHE_SHARE * free,
     }
-    if recipe["cached"]:
-        path = context.dir / "frames.npy"
-        frames = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
-        for row, file in enumerate(paths_of(context)):
-            frames[row] = sample_frames(file, clip.num_frames, clip.size)
-        frames.flush()
-        del frames
-        context.save("frames", path)
-    else:
-        record("uncached", text=f"all frames would take {format_bytes(num_bytes)}: each epoch decodes them anew")
-    return recipe
 
 
 def create_loaders(context: Context, params: VideoParams) -> dict[str, Any]:
     """Say what the batches of a fold are: their size, their memory, and who makes them."""
     recipe, asked = context["create_datasets"].result, params.loader
-    num_workers = 0 if recipe["cached"] else asked.num_workers
+    num_workers = min(asked.num_workers, len(os.sched_getaffinity(0)))
     batch = asked.batch_size * int(np.prod(recipe["item_shape"]))
     return {
         "batch_size": asked.batch_size,
@@ -240,31 +223,21 @@ def create_loaders(context: Context, params: VideoParams) -> dict[str, Any]:
     }
 
 
-def paths_of(context: Context) -> Iterator[Path]:
-    """Yield the files of all videos in the order of the table."""
-    output = context["load_data"]
-    for name in output.table("videos")["path"].to_pylist():
-        yield output.dir / name  # an absolute path stays as it is
-
-
 class Clips:
-    """The videos of some rows, in several versions, for a ``DataLoader``.
+    """The videos of some rows of ``frames``, for a ``DataLoader``.
 
-    ``changes`` are those of each version, by row; a row without any has one. Without ``frames``, those of all rows,
-    each is decoded anew from ``paths``, to frames and size as ``clip`` says.
+    ``changes`` are those of each version, by row; a row without any has one.
     """
 
     def __init__(
         self,
         rows: Sequence[int],
         classes: npt.NDArray[np.int64],
-        changes: Mapping[int, Sequence[Mapping[str, Any]]],
-        frames: npt.NDArray[np.uint8] | None,
-        paths: Sequence[Path],
-        clip: tuple[int, int],
+        changes: Changes,
+        frames: npt.NDArray[np.uint8],
     ) -> None:
         self.items = [(row, change) for row in rows for change in changes.get(row, [{}])]
-        self._classes, self._frames, self._paths, self._clip = classes, frames, paths, clip
+        self._classes, self._frames = classes, frames
 
     def __len__(self) -> int:
         return len(self.items)
@@ -272,8 +245,7 @@ class Clips:
     def __getitem__(self, number: int) -> tuple[npt.NDArray[np.uint8], np.float32]:
         """Return frames of shape (time, 3, height, width) with memory of their own, and the class."""
         row, change = self.items[number]
-        frames = sample_frames(self._paths[row], *self._clip) if self._frames is None else np.array(self._frames[row])
-        return changed(frames, change), np.float32(self._classes[row])
+        return changed(np.array(self._frames[row]), change), np.float32(self._classes[row])
 
 
 def changed(frames: npt.NDArray[np.uint8], change: Mapping[str, Any]) -> npt.NDArray[np.uint8]:

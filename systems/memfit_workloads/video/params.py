@@ -35,7 +35,6 @@ class ClipParams(config.Settings):
 
     num_frames: int = Field(16, ge=2, description="frames, evenly spaced in time")
     size: int = Field(48, ge=16, description="height and width of a frame in pixels")
-    cache: Literal["auto", "never"] = Field("auto", description="auto: keep all frames on disk once if they fit")
 
 
 class SplitParams(config.Settings):
@@ -50,7 +49,7 @@ class LoaderParams(config.Settings):
     """The batches."""
 
     batch_size: int = Field(8, ge=1)
-    num_workers: int = Field(0, ge=0, description="processes that decode; none are used when the frames are cached")
+    num_workers: int = Field(0, ge=0, description="processes that make batches, at most one for each core")
 
 
 class CleanupParams(config.Settings):
@@ -69,14 +68,8 @@ class TrainParams(config.Settings):
 
     num_epochs: int = Field(8, ge=1)
     learning_rate: float = Field(2e-3, gt=0)
-    weight_decay: float = Field(0.01, ge=0)
-    max_grad_norm: float | None = Field(1.0, gt=0)
-    patience: int | None = Field(None, ge=1)
     use_amp: bool = Field(False, description="mixed precision: bfloat16, on older GPUs float16")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: the granted GPU, else the CPU")
-    skip_batches: int | None = Field(
-        None, ge=1, description="leave out a batch whose single sample does not fit, at most so many"
-    )
 
 
 class ModelParams(Network):

@@ -31,7 +31,8 @@ def metrics(classes: npt.NDArray[Any], logits: npt.NDArray[Any]) -> dict[str, fl
     """
     from scipy.stats import rankdata
 
-    logits, areas = _of_each_class(logits), list[float]()
+    logits = logits if logits.shape[1] > 1 else np.concatenate([np.zeros_like(logits), logits], axis=1)
+    areas: list[float] = []
     for own in range(1 if logits.shape[1] == 2 else 0, logits.shape[1]):
         num_own = int(np.sum(classes == own))
         odds = logits[:, own] - np.logaddexp.reduce(np.delete(logits, own, axis=1), axis=1)
@@ -43,11 +44,6 @@ def metrics(classes: npt.NDArray[Any], logits: npt.NDArray[Any]) -> dict[str, fl
         "accuracy": float(np.mean(logits.argmax(axis=1) == classes)),
         "loss": float(np.mean(np.logaddexp.reduce(lead, axis=1))),
     }
-
-
-def _of_each_class(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return log-odds of all classes, of which the first of two has 0."""
-    return logits if logits.shape[1] > 1 else np.concatenate([np.zeros_like(logits), logits], axis=1)
 
 
 def baselines(
@@ -78,7 +74,7 @@ def evaluate(context: Context, params: VideoParams) -> dict[str, Any]:
     """Judge all folds together: each video by the one fold that did not train on it, the test set by all folds.
 
     The result holds each metric's ``mean``, ``sd`` and ``best`` over the folds and its ``pooled`` value with an
-    interval; the same on the test set; the confusion matrix; the gap and the two rules' accuracies.
+    interval; the same on the test set; the gap and the two rules' accuracies.
     """
     phase("validate")
     units = context.units("fold")
@@ -98,15 +94,13 @@ def evaluate(context: Context, params: VideoParams) -> dict[str, Any]:
         best = values.min() if name in ("loss", "gap") else values.max()
         sd = float(values.std(ddof=1)) if len(values) > 1 else 0.0
         found[name] = {"mean": float(values.mean()), "sd": sd, "best": float(best), "n": len(values)}
-    names, picked = context["load_data"].result["classes"], _of_each_class(logits).argmax(axis=1)
-    confusion = [np.bincount(picked[truth == row], minlength=len(names)).tolist() for row in range(len(names))]
     context.save("out_of_fold", valid.sort_by("row"))
-    context.save("scores", {"folds": found, "pooled": pooled, "test": test, "confusion": confusion})
+    context.save("scores", {"folds": found, "pooled": pooled, "test": test})
     return {
         "pooled_auc": pooled["auc"]["value"],
         "pooled_accuracy": pooled["accuracy"]["value"],
         "test_auc": test["auc"]["value"] if test else None,
-        "report": list(_lines(found, pooled, test, confusion, names)),
+        "report": _lines(found, pooled, test),
     }
 
 
@@ -128,9 +122,7 @@ def _judged(
     return found
 
 
-def _lines(
-    folds: dict[str, Any], pooled: dict[str, Any], test: dict[str, Any], confusion: list[list[int]], classes: list[str]
-) -> list[str]:
+def _lines(folds: dict[str, Any], pooled: dict[str, Any], test: dict[str, Any]) -> list[str]:
     def interval(one: dict[str, float]) -> str:
         return f"{one['value']:.3f} ({_LEVEL:.0%} interval {one['low']:.3f} to {one['high']:.3f})"
 
@@ -144,6 +136,4 @@ def _lines(
     ]
     if test:
         lines.append(f"test set, mean of the folds: accuracy {interval(test['accuracy'])}, AUC {interval(test['auc'])}")
-    of_class = zip(classes, range(len(classes)), confusion, strict=True)
-    right = [f"{name}: {row[own]} right, {sum(row) - row[own]} wrong" for name, own, row in of_class]
-    return [*lines, "; ".join(right)]
+    return lines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,6 @@ from memfit.rundir import phase
 from memfit.training import (
     BySample,
     EpochRecord,
-    KeyedDataset,
-    KeyedSampler,
-    SkipPolicy,
     StepOutcome,
     Trainer,
     clean_up,
@@ -30,7 +27,7 @@ from memfit.training import (
     seed_everything,
 )
 from memfit_workloads import own
-from memfit_workloads.video.data import Clips, changes_by_row, num_outputs, paths_of
+from memfit_workloads.video.data import Changes, Clips, changes_by_row, num_outputs
 from memfit_workloads.video.model import hash_of_weights
 from memfit_workloads.video.params import CleanupParams, VideoParams
 from memfit_workloads.video.scores import baselines, logits_in, metrics
@@ -70,23 +67,16 @@ def train_fold(context: Context, params: VideoParams) -> dict[str, Any]:
     trainer = Trainer(
         model,
         loss=loss,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=settings.learning_rate),
         device=settings.device,
         precision="auto" if settings.use_amp else None,
         seed=context.seed,
         checkpoint_dir=context.dir,
-        max_grad_norm=settings.max_grad_norm,
+        max_grad_norm=1.0,
         split=BySample(),
-        skip=None if settings.skip_batches is None else SkipPolicy(settings.skip_batches, max_share=1.0),
-        on_step=clean_after_steps(cleanup),
-        on_epoch=clean_after_epochs(cleanup),
+        **collections(cleanup),
     )
-    result = trainer.fit(
-        data.train_batches(),
-        data.batches(data.valid_rows),
-        num_epochs=settings.num_epochs,
-        patience=settings.patience,
-    )
+    trainer.fit(data.train_batches(), data.batches(data.valid_rows), num_epochs=settings.num_epochs)
     phase("validate")
     valid, test = data.predict(model, data.valid_rows), data.predict(model, data.test_rows)
     train = data.predict(model, data.train_rows)
@@ -98,8 +88,6 @@ def train_fold(context: Context, params: VideoParams) -> dict[str, Any]:
     found |= {
         "batch_size": params.loader.batch_size,
         "microbatch_size": trainer.step.sizes.limit or params.loader.batch_size,
-        "num_epochs": len(result.history),
-        "num_skipped": sum(epoch.num_skipped for epoch in result.history),
     }
     if cleanup.after_fold:
         clean_up()
@@ -132,9 +120,7 @@ class FoldData:
         self.test_rows = np.flatnonzero(fold == 0)
         self.train_rows = np.flatnonzero((fold != own) & (fold != 0))
         self.classes = self.videos["class"].to_numpy()
-        datasets = context["create_datasets"]
-        self._frames = np.load(datasets.path("frames"), mmap_mode="r") if datasets.result["cached"] else None
-        self._paths = list(paths_of(context))
+        self._frames = np.load(context["create_datasets"].path("frames"), mmap_mode="r")
         self._changes = changes_by_row(
             context["generate_augmentations"].table("augmentations"), self.videos, self.train_rows.tolist()
         )
@@ -142,11 +128,11 @@ class FoldData:
 
     def train_batches(self, num_workers: int | None = None) -> DataLoader[Any]:
         """Return the batches of an epoch, in an order of their own each epoch."""
-        return self._loader(self._clips(self.train_rows, self._changes), num_workers, shuffle=True)
+        return self._loader(self.train_rows, self._changes, num_workers, shuffle=True)
 
     def batches(self, rows: npt.NDArray[np.int64]) -> DataLoader[Any]:
         """Return batches of these rows' videos as they are, in order."""
-        return self._loader(self._clips(rows, {}), None, shuffle=False)
+        return self._loader(rows, {}, None, shuffle=False)
 
     @torch.no_grad()
     def predict(self, model: torch.nn.Module, rows: npt.NDArray[np.int64]) -> pa.Table:
@@ -159,40 +145,26 @@ class FoldData:
         items = self.videos["item"].take(pa.array(rows))
         return pa.table({"row": rows, "item": items, "class": self.classes[rows], "logit": listed})
 
-    def _clips(self, rows: npt.NDArray[np.int64], changes: Mapping[int, Sequence[Mapping[str, Any]]]) -> Clips:
-        clip = self.params.clip
-        return Clips(rows.tolist(), self.classes, changes, self._frames, self._paths, (clip.num_frames, clip.size))
-
-    def _loader(self, clips: Clips, num_workers: int | None, *, shuffle: bool) -> DataLoader[Any]:
-        recipe = self.context["create_loaders"].result
-        num_workers = recipe["num_workers"] if num_workers is None else num_workers
-        dataset, seed = KeyedDataset(clips, self.context.seed), self.context.seed
-        return DataLoader(
-            dataset,
-            batch_size=recipe["batch_size"],
-            sampler=KeyedSampler(dataset, seed, shuffle=shuffle),
-            num_workers=num_workers,
-            multiprocessing_context="forkserver" if num_workers else None,
-        )
+    def _loader(self, rows: Any, changes: Changes, workers: int | None, *, shuffle: bool) -> DataLoader[Any]:
+        recipe, clips = self.context["create_loaders"].result, Clips(rows.tolist(), self.classes, changes, self._frames)
+        workers = recipe["num_workers"] if workers is None else workers
+        return own.batches(clips, self.context.seed, recipe["batch_size"], workers, shuffle=shuffle)
 
 
-def clean_after_steps(cleanup: CleanupParams) -> Callable[[StepOutcome], None]:
+def collections(cleanup: CleanupParams) -> dict[str, Any]:
+    """Return what a `Trainer` is to call after steps and epochs."""
     steps = itertools.count(1)
 
-    def after(outcome: StepOutcome) -> None:
+    def on_step(outcome: StepOutcome) -> None:
         is_due = cleanup.every_batches is not None and next(steps) % cleanup.every_batches == 0
         if is_due or (cleanup.after_out_of_memory and outcome.num_ooms):
             clean_up()
 
-    return after
-
-
-def clean_after_epochs(cleanup: CleanupParams) -> Callable[[EpochRecord], None]:
-    def after(record: EpochRecord) -> None:
+    def on_epoch(record: EpochRecord) -> None:
         if cleanup.after_epoch:
             clean_up()
 
-    return after
+    return {"on_step": on_step, "on_epoch": on_epoch}
 
 
 def loader(context: Context, params: VideoParams, num_workers: int) -> DataLoader[Any]:

@@ -2,32 +2,62 @@
 
 import json
 import re
-import sys
+import runpy
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 import kills
 from memfit_workloads.forecaster.params import ForecasterParams
 from memfit_workloads.ranker.params import RankerParams
 from memfit_workloads.ranker.stages import RANKER
+from memfit_workloads.video.clips import make_clips
 from stages_here import runs_here
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-
-from memfit_workloads.own.bench import STOCKS, SYSTEMS, write
-
+NETWORKS = Path(__file__).parents[3] / "examples" / "own_networks"
 MEMFIT = "import runpy; runpy.run_module('memfit', run_name='__main__')"
-#: What the wrong network returns.
-SHAPES = {"ranker": [32, 2, 1], "forecaster": [32, 2, 1], "video": [2, 3, 1], "trajectory": [2, 5, 16, 1]}
-#: It makes a network's answer another shape.
-WRONG = """
-import functools
-right = {name}.forward
-{name}.forward = functools.wraps(right)(lambda *args, **given: right(*args, **given)[..., None])
-"""
+STOCKS = {"source": "generated", "num_dates": 110, "num_assets": 10, "num_features": 2, "lookback": 10,
+          "information_coefficient": 0.5, "horizons": [1, 2], "main_horizon": 2}  # fmt: skip
+SPLITS, SMALL, EPOCHS = {"n_splits": 2, "embargo_size": 2}, {"params": {"width": 8, "num_heads": 2}}, {"num_epochs": 3}
+#: The class of each example, the stage that trains it, a small training, and what a wrong network returns.
+SYSTEMS = {
+    "ranker": ("Ranker", "fold", [32, 2, 1], {
+        "data": STOCKS, "splits": SPLITS, "blend": "latest", "model": SMALL,
+        "train": EPOCHS | {"dates_per_batch": 2, "device": "cpu"},
+    }),
+    "forecaster": ("Gat", "fold", [32, 2, 1], {
+        "data": STOCKS, "splits": SPLITS, "graph": {"neighbours": 3, "window": 20}, "model": SMALL,
+        "train": EPOCHS | {"batch_size": 100, "device": "cpu"},
+    }),
+    "video": ("FrameAndFace", "fold", [2, 3, 1], {
+        "data": {"source": "files", "path": "list.csv"}, "clip": {"num_frames": 2, "size": 32}, "train": EPOCHS,
+        "splits": {"n_splits": 2, "test_share": 0}, "model": {"params": {"backbone": "backbone.pt", "width": 2}},
+    }),
+    "trajectory": ("Planner", "train", [2, 5, 16, 1], {
+        "data": {"places": ["RiLSA_example1"], "simulations": 1, "seconds": 60, "stride_seconds": 8, "raster_size": 16},
+        "vocabulary": {"size": 16}, "model": SMALL, "seeds": 1, "trainer": {"params": {"max_epochs": 3}},
+    }),
+}  # fmt: skip
 systems = pytest.mark.parametrize("system", SYSTEMS)
+
+
+def write(folder, system):
+    """Write a config, and beside it a file with the network, and return their folder."""
+    name, _, _, params = SYSTEMS[system]
+    content = {"experiment": "own", "seed": 3, "target": f"memfit_workloads.{system}.stages:{system.upper()}"}
+    content |= {"params": params | {"model": {"target": f"nets:{name}", **params["model"]}}}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(json.dumps(content | {"skip": ["health"] if system == "ranker" else []}))
+    shutil.copy(NETWORKS / f"{system}.py", folder / "nets.py")
+    if system == "video":
+        clips = make_clips(folder, 12, 0, seconds=0.5)["path"].to_pylist()
+        rows = [f"{path},{'abc'[number % 3]}" for number, path in enumerate(clips)]
+        (folder / "list.csv").write_text("\n".join(["path,label", *rows]))
+        torch.save(runpy.run_path(str(folder / "nets.py"))["Backbone"](2).state_dict(), folder / "backbone.pt")
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -63,20 +93,20 @@ def test_a_function_may_make_the_network_and_its_file_of_weights_is_data(tmp_pat
     first = params.model.fingerprint()
     weights.write_bytes(b"2")
     assert "" != first != RANKER.fingerprint(params)["fold"] == params.model.fingerprint()
-    assert RankerParams.model_validate({"model": "nets_of_own:make"}).model.is_own and not RankerParams().model.is_own
 
 
 @pytest.mark.slow
 @systems
 def test_a_wrong_shape_is_refused_with_both_before_the_first_job(system, memfit, tmp_path):
     write(tmp_path, system)
-    name = SYSTEMS[system][0]
+    name, _, shape, _ = SYSTEMS[system]
     with open(tmp_path / "nets.py", "a") as file:
-        file.write(WRONG.format(name=name))
+        file.write(f"import functools\nright = {name}.forward\n{name}.forward = ")
+        file.write("functools.wraps(right)(lambda *given, **more: right(*given, **more)[..., None])\n")
     with runs_here():
         refused = memfit("run", "config.yaml")
     assert refused.exit_code == 2
-    assert f"returns the shape {SHAPES[system]}, and {SHAPES[system][:-1]} is needed" in refused.err
+    assert f"returns the shape {shape}, and {shape[:-1]} is needed" in refused.err
     assert "forward gets what it names of" in refused.err and not Path("runs").exists()
 
 
@@ -84,21 +114,15 @@ def test_a_wrong_shape_is_refused_with_both_before_the_first_job(system, memfit,
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @systems
-def test_a_network_is_trained_killed_and_trained_again_when_it_changed(system, memfit, tmp_path, one_thread):
+def test_a_network_is_planned_and_trained_killed_and_resumed_to_the_same_bytes(system, memfit, tmp_path, one_thread):
     write(tmp_path, system)
     stage = SYSTEMS[system][1]
-    job = f"{stage}_1"
+    words = ("run", "config.yaml", "--until", stage, "--units", "1")
     with runs_here():
         assert re.search(r"weights +[0-9.]+ KiB", memfit("estimate", "config.yaml").out)
-        quiet = Path(json.loads(memfit("run", "config.yaml", "--json").out)["run"])
-    again = write(tmp_path / "killed", system)
-    words = ("run", "config.yaml", "--until", stage, "--units", "1")
-    killed = kills.run(again, *words, kill_at=[kills.epoch(job, 1)], program=MEMFIT)
+        quiet = Path(json.loads(memfit(*words, "--json").out)["run"])
+    again = shutil.copytree(tmp_path, tmp_path / "killed", ignore=shutil.ignore_patterns("runs", "panels"))
+    killed = kills.run(again, *words, kill_at=[kills.epoch(f"{stage}_1", 1)], program=MEMFIT)
     expected, found = (kills.numbers_in(one) for one in (quiet, killed.path))
-    assert {f"{job}/best", job} <= found.keys() <= expected.keys()
+    assert {f"{stage}_1/best", f"{stage}_1"} <= found.keys() == expected.keys()
     assert [name for name in found if found[name] != expected[name]] == []
-    (tmp_path / "nets.py").write_text((tmp_path / "nets.py").read_text().replace("nn.Linear", "nn.modules.Linear"))
-    with runs_here():
-        plan = memfit("run", "config.yaml", "--plan", "--no-steps").out
-    first = "initialize_model" if system == "video" else stage
-    assert re.search(rf"{first} +would run .*nets changed", plan) and "Nothing was started" in plan

@@ -23,6 +23,7 @@ from memfit.pipeline import fingerprint_files
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
 
 Target = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$", description="the class of the network, as module:Class")]
 #: So many rows has a batch that a network is tried on.
@@ -103,6 +104,18 @@ def step_of(
         optimizer.step()
 
     return step
+
+
+def batches(items: Any, seed: int, batch_size: int, num_workers: int, *, shuffle: bool) -> DataLoader[Any]:
+    """Return a loader whose order and random numbers follow from seed and epoch, whatever was loaded before."""
+    from torch.utils.data import DataLoader
+
+    from memfit.training import KeyedDataset, KeyedSampler
+
+    keyed = KeyedDataset(items, seed)
+    context = "forkserver" if num_workers else None
+    order = KeyedSampler(keyed, seed, shuffle=shuffle)
+    return DataLoader(keyed, batch_size, sampler=order, num_workers=num_workers, multiprocessing_context=context)
 
 
 @functools.cache
