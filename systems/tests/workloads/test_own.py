@@ -2,62 +2,27 @@
 
 import json
 import re
-import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
-import torch
 from pydantic import ValidationError
 
 import kills
 from memfit_workloads.forecaster.params import ForecasterParams
 from memfit_workloads.ranker.params import RankerParams
 from memfit_workloads.ranker.stages import RANKER
-from memfit_workloads.video.clips import make_clips
 from stages_here import runs_here
 
-NETWORKS = Path(__file__).parents[3] / "examples" / "own_networks"
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from memfit_workloads.own.bench import STOCKS, SYSTEMS, write
+
 MEMFIT = "import runpy; runpy.run_module('memfit', run_name='__main__')"
-STOCKS = {"source": "generated", "num_dates": 110, "num_assets": 10, "num_features": 2, "lookback": 10,
-          "information_coefficient": 0.5, "horizons": [1, 2], "main_horizon": 2}  # fmt: skip
-SPLITS, SMALL, EPOCHS = {"n_splits": 2, "embargo_size": 2}, {"params": {"width": 8, "num_heads": 2}}, {"num_epochs": 3}
-#: The class of each example, the stage that trains it, a small training, and what a wrong network returns.
-SYSTEMS = {
-    "ranker": ("Ranker", "fold", [32, 2, 1], {
-        "data": STOCKS, "splits": SPLITS, "blend": "latest", "model": SMALL,
-        "train": EPOCHS | {"dates_per_batch": 2, "device": "cpu"},
-    }),
-    "forecaster": ("Gat", "fold", [32, 2, 1], {
-        "data": STOCKS, "splits": SPLITS, "graph": {"neighbours": 3, "window": 20}, "model": SMALL,
-        "train": EPOCHS | {"batch_size": 100, "device": "cpu"},
-    }),
-    "video": ("FrameAndFace", "fold", [2, 3, 1], {
-        "data": {"source": "files", "path": "list.csv"}, "clip": {"num_frames": 2, "size": 32}, "train": EPOCHS,
-        "splits": {"n_splits": 2, "test_share": 0}, "model": {"params": {"backbone": "backbone.pt", "width": 2}},
-    }),
-    "trajectory": ("Planner", "train", [2, 5, 16, 1], {
-        "data": {"places": ["RiLSA_example1"], "simulations": 1, "seconds": 60, "stride_seconds": 8, "raster_size": 16},
-        "vocabulary": {"size": 16}, "model": SMALL, "seeds": 1, "trainer": {"params": {"max_epochs": 3}},
-    }),
-}  # fmt: skip
+#: What a wrong network returns.
+SHAPES = {"ranker": [32, 2, 1], "forecaster": [32, 2, 1], "video": [2, 3, 1], "trajectory": [2, 5, 16, 1]}
 systems = pytest.mark.parametrize("system", SYSTEMS)
-
-
-def write(folder, system):
-    """Write a config, and beside it a file with the network, and return their folder."""
-    name, _, _, params = SYSTEMS[system]
-    content = {"experiment": "own", "seed": 3, "target": f"memfit_workloads.{system}.stages:{system.upper()}"}
-    content |= {"params": params | {"model": {"target": f"nets:{name}", **params["model"]}}}
-    folder.mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text(json.dumps(content | {"skip": ["health"] if system == "ranker" else []}))
-    shutil.copy(NETWORKS / f"{system}.py", folder / "nets.py")
-    if system == "video":
-        clips = make_clips(folder, 12, 0, seconds=0.5)["path"].to_pylist()
-        rows = [f"{path},{'abc'[number % 3]}" for number, path in enumerate(clips)]
-        (folder / "list.csv").write_text("\n".join(["path,label", *rows]))
-        torch.save(runpy.run_path(str(folder / "nets.py"))["Backbone"](2).state_dict(), folder / "backbone.pt")
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -99,7 +64,7 @@ def test_a_function_may_make_the_network_and_its_file_of_weights_is_data(tmp_pat
 @systems
 def test_a_wrong_shape_is_refused_with_both_before_the_first_job(system, memfit, tmp_path):
     write(tmp_path, system)
-    name, _, shape, _ = SYSTEMS[system]
+    (name, *_), shape = SYSTEMS[system], SHAPES[system]
     with open(tmp_path / "nets.py", "a") as file:
         file.write(f"import functools\nright = {name}.forward\n{name}.forward = ")
         file.write("functools.wraps(right)(lambda *given, **more: right(*given, **more)[..., None])\n")
