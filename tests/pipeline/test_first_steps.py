@@ -76,9 +76,9 @@ def test_what_one_and_two_cannot_show_is_said():
     )
 
 
-#: Waits until each rank has come as far, and then for the meter to see them all.
+#: Each rank waits for the others, and then for the meter.
 MEET = """
-import glob, os, time
+import glob, os, sys, time
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 def meet():
     open(f"met_{world}_{rank}", "w").close()
@@ -87,7 +87,6 @@ def meet():
     time.sleep(1.5)
 """
 HOLD = f"""{MEET}
-import sys
 assert os.environ["MEMFIT_CANARY"]
 open(f"ran_{{world}}_{{rank}}", "w").close()
 block = bytearray(90 << 20)
