@@ -29,8 +29,6 @@ def test_the_naive_job_dies_at_its_first_validation_and_memfit_s_finishes_with_t
     trial.measure()
     naive = trial.naive()
     assert naive["ok"], naive
-    canary = trial.canary()
-    assert canary["ok"], canary
     diagnosis = trial.diagnose(naive["job"])
     assert diagnosis["wrong"] == [], diagnosis
     memfit = trial.memfit("memfit")
