@@ -79,7 +79,7 @@ def pytest_collection_finish():
 
 #: Files whose tests share what a session makes once; of clusters there are two, whose tests wait beside each other.
 _TOGETHER = {
-    "tests/slurm/test_runs.py": "runs",
+    ("tests/slurm/test_backend.py", "tests/slurm/test_runs.py"): "runs",
     "tests/slurm/": "slurm",
     ("systems/tests/finance/test_stages.py", "systems/tests/finance/test_verb.py"): "finance",
 }

@@ -35,7 +35,7 @@ _MEASURED = ["seconds", "peak_private_bytes"]
 class Kill(NamedTuple):
     """When to kill which processes: ``jobs`` are all watchers and what they watch, without the supervisor.
 
-    ``then`` is called between the kill and the next start.
+    ``then`` is called after the kill, before the next start.
     """
 
     moment: Moment
@@ -105,6 +105,7 @@ def run(
             time.sleep(0.02)
         if kill.victims == "jobs":
             _kill_jobs(token)
+            kill.then()
             continue
         process.kill()
         process.wait()

@@ -124,7 +124,6 @@ def runs_here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Parent, "start", lambda target, env: Here(env))
         patched.setattr(LocalBackend, "look_seconds", 0.0)  # a job has ended when it is looked for
-        patched.setattr(os, "fsync", lambda descriptor: None)  # no power is cut here
         yield
 
 

@@ -205,7 +205,6 @@ def test_each_verdict_on_a_loop(prove, before, after, options, code, words):
     [
         pytest.param(LOOP, "torch", 1, 1, marks=pytest.mark.core),
         pytest.param(TRAINER, "torch", 1, 1, marks=pytest.mark.slow),
-        pytest.param(ACCELERATE, "accelerate", 0, 1, marks=pytest.mark.slow),
         pytest.param(ACCELERATE.replace("48", "96").replace("12", "24"), "accelerate", 0, 2, marks=pytest.mark.slow),
         pytest.param(TRANSFORMERS, "transformers", 1, 1, marks=pytest.mark.slow),
         pytest.param(LIGHTNING, "lightning", 1, 1, marks=pytest.mark.slow),

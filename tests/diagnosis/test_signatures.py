@@ -25,7 +25,7 @@ def test_the_lines_are_told_for_what_they_are(case):
     assert found["oom"] == (found["kind"] != "none")
 
 
-[HARMLESS] = read_streams("log", io.BytesIO(b"a line of a program at work\n" * 600))
+[HARMLESS] = read_streams("log", io.BytesIO(b"a line of a program at work\n" * 200))
 
 
 @pytest.mark.core

@@ -201,10 +201,3 @@ def child(*arguments, **settings):
         found = None
     process.join()
     return process.exitcode, found
-
-
-def train_as_rank(folder, loses=False):
-    """Train as one rank of a job; rank 1 of its first generation is lost in step 5."""
-    is_lost = loses and os.environ["RANK"] == "1" and os.environ["MEMFIT_GENERATION"] == "0"
-    torch.set_num_threads(1)
-    return train(folder, at=4 if is_lost else None, send="KILL", data=Words(34))

@@ -1,6 +1,7 @@
 """transformers' own Trainer is watched, stops and resumes; with exact it ends in the same bytes, or is refused."""
 
 import functools
+import importlib
 import json
 import re
 import subprocess
@@ -25,8 +26,6 @@ from memfit.errors import DamagedError, UsageError  # noqa: E402
 from memfit.integrations.huggingface import MemfitCallback, choose, exact, stoppable  # noqa: E402
 from memfit.rundir import JOB_ID_VARIABLE, RUN_DIR_VARIABLE, read_events  # noqa: E402
 from memfit.training import SealedFolder  # noqa: E402
-
-LONG = [pytest.mark.long, pytest.mark.timeout(580)]
 
 
 @functools.cache
@@ -92,7 +91,6 @@ def with_lora():
         "peft",
         "bf16",
         "scaler",
-        "accumulation of three",
         "no saves of its own",
     ],
 )
@@ -104,7 +102,6 @@ def test_what_trainings_have_is_exact_too(tmp_path, name):
         "peft": {},
         "bf16": {"bf16": True},
         "scaler": {"kind": WithScaler},
-        "accumulation of three": {"gradient_accumulation_steps": 3, "logging_steps": 4},
         "no saves of its own": {"save_strategy": "no"},
     }[name]
 
@@ -113,8 +110,7 @@ def test_what_trainings_have_is_exact_too(tmp_path, name):
 
     found = train(tmp_path / "whole")
     assert found[0] == 0 and (found[1] == whole()) == (name in ("own loader", "no saves of its own"))
-    for step in (5, 9):
-        assert train(tmp_path / "stopped", at=step, send="KILL" if step == 5 else "TERM")[0] in (-9, 75)
+    assert train(tmp_path / "stopped", at=9)[0] == 75
     assert train(tmp_path / "stopped") == found
 
 
@@ -242,13 +238,13 @@ def test_cuda_graphs_are_refused_also_where_compiling_is_allowed(tmp_path, monke
         exact(trainer, allow=("torch_compile",))
 
 
-@pytest.mark.parametrize(
-    ("layers", "name", "value"),  # of C++, a layer takes a compiler a minute
-    [(1, "backend", "aot_eager"), pytest.param(0, "mode", "reduce-overhead", marks=LONG)],
-)
-def test_a_compiled_training_of_one_shape_is_exact(tmp_path, monkeypatch, layers, name, value):
+@pytest.mark.long
+@pytest.mark.timeout(580)
+def test_a_compiled_training_of_one_shape_is_exact(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
-    options = {"allow": ("torch_compile",), "net": bert.model(num_hidden_layers=layers), f"torch_compile_{name}": value}
+    net = bert.model(num_hidden_layers=0)  # of C++, a layer takes a compiler a minute
+    options = {"allow": ("torch_compile",), "net": net, "torch_compile_mode": "reduce-overhead"}
+    importlib.import_module("torch._inductor.compile_fx")  # for seconds: once, for all children
     with torch._inductor.config.patch(compile_threads=1):
         found = bert.child(tmp_path / "whole", **options)
         assert found[0] == 0, found[1]

@@ -101,12 +101,8 @@ def test_each_rank_takes_its_part_of_each_global_batch(whole):
     assert whole[0][0] == whole[1][0] and whole[0][2] == whole[1][2] and whole[0][3] != whole[1][3]
 
 
-MOMENTS = [("batch", 0, 1), ("batch", 1, 2), ("evaluation", 0, 1)]
-
-
-@pytest.mark.parametrize("moment", MOMENTS, ids=str)
-def test_a_signal_to_one_rank_stops_all_and_they_go_on_to_the_same_bytes(tmp_path, whole, moment):
-    assert ranked.values(start(2, tmp_path / "part", moment)) == [75, 75]
+def test_a_signal_to_one_rank_in_an_evaluation_stops_all_and_they_go_on_to_the_same_bytes(tmp_path, whole):
+    assert ranked.values(start(2, tmp_path / "part", ("evaluation", 0, 1))) == [75, 75]
     assert len(list((tmp_path / "part").glob("step-*/SEAL.json"))) > 0
     assert_whole(ranked.values(start(2, tmp_path / "part")), whole)
 
@@ -118,13 +114,11 @@ def assert_whole(ends, whole):
         assert part == [then[len(then) - len(now) :] for now, then in zip(part, other, strict=True)]
 
 
-@pytest.mark.parametrize(("size", "moment"), [(2, ("batch", 1, 0)), (4, ("batch", 1, 1))], ids=str)
-def test_a_killed_rank_ends_all_and_they_go_on_to_the_same_bytes(tmp_path, whole, size, moment):
-    if size > 2:
-        whole = ranked.values(start(size, tmp_path / "whole"))
-    codes = [end.code for end in start(size, tmp_path / "part", moment, signal.SIGKILL)]
+def test_a_killed_rank_of_four_ends_all_and_they_go_on_to_the_same_bytes(tmp_path):
+    whole = ranked.values(start(4, tmp_path / "whole"))
+    codes = [end.code for end in start(4, tmp_path / "part", ("batch", 1, 1), signal.SIGKILL)]
     assert (codes[1], {*codes[:1], *codes[2:]}) == (-9, {79})
-    assert_whole(ranked.values(start(size, tmp_path / "part")), whole)
+    assert_whole(ranked.values(start(4, tmp_path / "part")), whole)
 
 
 def job(folder):

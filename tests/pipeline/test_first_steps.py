@@ -78,17 +78,25 @@ def test_what_one_and_two_cannot_show_is_said():
     )
 
 
-HOLD = """
-import os, sys, time
+#: Each rank waits for the others, and then for the meter.
+MEET = """
+import glob, os, sys, time
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def meet():
+    open(f"met_{world}_{rank}", "w").close()
+    while len(glob.glob(f"met_{world}_*")) < world:
+        time.sleep(0.05)
+    time.sleep(1.5)
+"""
+HOLD = f"""{MEET}
 assert os.environ["MEMFIT_CANARY"]
-open(f"ran_{world}_{rank}", "w").close()
+open(f"ran_{{world}}_{{rank}}", "w").close()
 block = bytearray(90 << 20)
 if world > 1 and "fails" in sys.argv:
     sys.exit("no second rank")
 if os.fork() == 0:
     more = bytearray(40 << 20)
-    time.sleep(3)
+    meet()
     os._exit(0)
 os.wait()
 """
@@ -130,13 +138,13 @@ def test_a_plan_of_a_script_that_never_ran_makes_its_first_steps_once(plan, tmp_
     assert plan()[1]  # another script
 
 
-SHARED = """
-import mmap, os, time
+SHARED = f"""{MEET}
+import mmap
 with open("/dev/shm/" + os.environ["SHARED_FILE"], "r+b") as file:
     shared = mmap.mmap(file.fileno(), 0)
 sum(shared[:: 4096])
 block = bytearray(80 << 20)
-time.sleep(3)
+meet()
 """
 
 

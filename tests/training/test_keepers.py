@@ -100,7 +100,6 @@ def write_until(keeper, folder, text, deadly):
                     os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    os.fsync = lambda descriptor: None  # a killed process loses nothing that the kernel has
     keeper.write(folder, text)
 
 

@@ -37,20 +37,18 @@ def studies(tmp_path_factory):
 
     def holding(run):
         if ended(1)(run) and not hold.exists():
-            hold.touch()  # so that jobs outlive their supervisor
-        return hold.exists() and any(job.partition(".")[2].startswith("fold") for job in liveness(run).jobs)
+            hold.touch()  # so that two jobs are there at once, and outlive their supervisor
+        return hold.exists() and sum(job.partition(".")[2].startswith("fold") for job in liveness(run).jobs) == 2
 
     def taken_over(run):
-        if found := any(event["why"] == TAKEN for event in events(run, "admit")):
-            hold.unlink(missing_ok=True)
-        return found
+        return any(event["why"] == TAKEN for event in events(run, "admit"))
 
     quiet = kills.run(folder / "quiet", "config.yaml", "max_parallel=1", program=kills.TUNE)
     kill_at = [
         kills.Kill(kills.later(holding, drawn.uniform(0, 1)), "supervisor"),
-        kills.Kill(kills.later(taken_over, drawn.uniform(0, 0.3)), "jobs"),
+        kills.Kill(kills.later(taken_over, drawn.uniform(0, 0.3)), "jobs", hold.unlink),
         saving(2, folder / "killed"),
-        kills.Kill(asking(5)),
+        kills.Kill(lambda run: len(events(run, "run")) == 3 and asking(5)(run)),  # not as the last kill left it
     ]
     killed = kills.run(folder / "killed", kill_at=kill_at, program=kills.TUNE)
     yield SimpleNamespace(quiet=quiet, killed=killed, mark=mark)
@@ -82,8 +80,8 @@ def test_how_trials_are_admitted_changes_no_study(studies):
 
 
 def test_each_kill_met_what_it_was_to_meet(studies):
-    starts = [event for event in events(studies.killed, "run") if event["state"] in ("started", "continued")]
-    assert [event["state"] for event in starts] == ["started"] + 3 * ["continued"]
+    starts = [event["state"] for event in events(studies.killed, "run") if event["state"] in ("started", "continued")]
+    assert starts == ["started"] + 3 * ["continued"]
     retried = [event["reason"] for event in events(studies.killed, "retry")]
     assert retried and all(one.startswith("its watcher died") for one in retried)
     assert any(event["why"] == TAKEN for event in events(studies.killed, "admit"))
