@@ -158,7 +158,7 @@ def test_what_a_device_needs_less_of_depends_on_the_phase(phase, word):
     ("cause", "word"),
     [
         ("walltime", "--time=18:30:00"),
-        ("walltime", "checkpoint if any"),
+        ("walltime", "from any checkpoint"),
         ("walltime", "40 epochs x 23m 00s = 15h 20m; + 20% = 18h 30m"),
         ("preempted", "on its signal"),
         ("segfault", "PYTHONFAULTHANDLER"),

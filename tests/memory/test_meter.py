@@ -492,7 +492,6 @@ def test_what_fails_in_the_block_goes_before():
 def test_a_process_that_is_not_there_and_an_interval_of_nothing_are_refused():
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    with pytest.raises(UsageError, match=f"no process {gone.pid}"), measure(gone.pid):
-        pass
-    with pytest.raises(UsageError, match="0 seconds"), measure(interval_seconds=0):
-        pass
+    for given, words in (({"pid": gone.pid}, f"process {gone.pid} cannot"), ({"interval_seconds": 0}, "each 0 s")):
+        with pytest.raises(UsageError, match=words), measure(**given):
+            pass

@@ -86,7 +86,7 @@ def meet():
     open(f"met_{world}_{rank}", "w").close()
     while len(glob.glob(f"met_{world}_*")) < world:
         time.sleep(0.05)
-    time.sleep(1.5)
+    time.sleep(4)
 """
 HOLD = f"""{MEET}
 assert os.environ["MEMFIT_CANARY"]

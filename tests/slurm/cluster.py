@@ -79,13 +79,13 @@ class Cluster:
         self._start_munge()
         self._start_database(database)
         self._daemon("slurmdbd", "-D")
-        _until(30, "slurmdbd", lambda: _answers(accounting))
+        _until(120, "slurmdbd", lambda: _answers(accounting))
         _until(20, "the accounting database", lambda: self._succeeds("sacctmgr", "-n", "list", "cluster"))
         self.call("sacctmgr", "-i", "add", "cluster", "memfit")
         self.start_controller("-c")
         for node in self.nodes:
             self.start_node(node)
-        _until(30, "idle nodes", self._is_idle)
+        _until(120, "idle nodes", self._is_idle)
 
     def start_node(self, node: str) -> None:
         """Start the daemon of a node, again after its death."""
@@ -102,7 +102,7 @@ class Cluster:
     def start_controller(self, *options: str) -> None:
         """Start the controller, again after its death without options."""
         self._daemon("slurmctld", *options, "-D")
-        _until(30, "slurmctld", lambda: self._succeeds("scontrol", "ping"))
+        _until(120, "slurmctld", lambda: self._succeeds("scontrol", "ping"))
 
     def _kill(self, pid: int) -> None:
         daemon = next(one for one in self._daemons if one.pid == pid)
@@ -155,7 +155,7 @@ class Cluster:
         where = (f"--datadir={data}", at, f"--pid-file={self.folder}/database.pid", f"--port={port}")
         self._daemon("mariadbd", "--no-defaults", "--user=root", "--bind-address=127.0.0.1", *where, *quick)
         client = ("--no-defaults", at, "-u", "root")
-        _until(30, "mariadbd", lambda: self._succeeds("mariadb-admin", *client, "ping"))
+        _until(120, "mariadbd", lambda: self._succeeds("mariadb-admin", *client, "ping"))
         made = ["CREATE DATABASE accounts"]
         for host in ("127.0.0.1", "localhost"):
             made += [f"CREATE USER slurm@'{host}' IDENTIFIED BY 'slurm'", f"GRANT ALL ON accounts.* TO slurm@'{host}'"]
@@ -201,7 +201,7 @@ class Cluster:
             _remove(group)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def call(self, *words: str, seconds: float = 30) -> str:
+    def call(self, *words: str, seconds: float = 120) -> str:
         """What a command prints.
 
         Raises:

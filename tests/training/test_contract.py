@@ -10,16 +10,21 @@ from torch.nn.modules.module import register_module_forward_hook
 from training import loops
 from training.contract import COLUMNS
 
-pytestmark = pytest.mark.core
 TERM, INT, USR1, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL
 
 
-def those_with(name):
+#: `make test` has memfit's own loops in all rows, of those of frameworks one where a row has no other.
+MARKS = {name: pytest.mark.core if name in ("Trainer", "Loop") else pytest.mark.slow for name in COLUMNS}
+
+
+def those_with(name, names=COLUMNS):
     """Let a row have only the columns of which this is true."""
-    return pytest.mark.parametrize("loop", [one for one, made in COLUMNS.items() if getattr(made, name)], indirect=True)
+    columns = [one for one in names if getattr(COLUMNS[one], name)]
+    columns = [pytest.param(one, marks=MARKS[one] if at else pytest.mark.core) for at, one in enumerate(columns)]
+    return pytest.mark.parametrize("loop", columns, indirect=True)
 
 
-@pytest.fixture(params=COLUMNS)
+@pytest.fixture(params=[pytest.param(name, marks=mark) for name, mark in MARKS.items()])
 def loop(request):
     return COLUMNS[request.param]
 
@@ -39,6 +44,7 @@ MOMENTS = [
 AT = [(name, *row) for name in COLUMNS for row in (MOMENTS if name in ("Trainer", "Loop") else MOMENTS[:2])]
 
 
+@pytest.mark.core
 @pytest.mark.proves("S1-34")
 @pytest.mark.parametrize(("loop", "moment", "number", "workers"), AT, indirect=["loop"], ids=str)
 def test_a_stop_or_a_kill_at_any_moment_ends_in_the_same_bytes(loop, folder, moment, number, workers):
@@ -64,7 +70,7 @@ def test_several_stops_in_one_training_change_nothing_and_then_nothing_is_left(l
     assert over.said.count("nothing is left to train") == 2 and "the largest" not in over.said
 
 
-@pytest.mark.parametrize("loop", ["Loop", "Lightning", "Accelerate"], indirect=True)
+@those_with("run", ["Loop", "Lightning", "Accelerate"])
 @pytest.mark.parametrize(
     ("times", "steps"), [({}, {4}), ({"every": 5}, {4, 5}), ({"every": 5, "every_seconds": None}, {5})]
 )

@@ -25,7 +25,8 @@ def in_a_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "every"),
     [
-        *(pytest.param(*one, marks=pytest.mark.core) for one in zip(KINDS, (7, 9, 18, 12), strict=True)),
+        *(pytest.param(*one, marks=pytest.mark.core) for one in zip([*KINDS][::2], (7, 18), strict=True)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in zip([*KINDS][1::2], (9, 12), strict=True)),
         pytest.param("SequenceLoader, early stop", 3, marks=pytest.mark.long),
     ],
 )

@@ -523,15 +523,6 @@ def test_patience_stops_after_so_many_epochs_without_a_better_metric(tmp_path, v
     assert result.stopped_early
 
 
-def test_patience_that_is_never_used_up_changes_nothing(tmp_path):
-    rising = [0.1 * n for n in range(1, 9)]
-    patient, result = fit_with_patience(tmp_path / "a", rising, patience=1)
-    plain, other = fit_with_patience(tmp_path / "b", rising, patience=None)
-    assert not result.stopped_early
-    assert result.history == other.history
-    assert same_tensors(patient.model.state_dict(), plain.model.state_dict())
-
-
 def test_a_fit_that_stopped_early_stays_stopped_and_a_resume_counts_the_epochs_before_it(tmp_path):
     values = [0.5, 0.4, 0.3, 0.9]
     _, first = fit_with_patience(tmp_path, values, patience=None, num_epochs=2)

@@ -124,8 +124,7 @@ def estimate(
         "allocator": flags.allocator or next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), None),
         "time_limit": flags.time_limit,
     }
-    how_long = f"two training steps, for at most {flags.time_limit:.0f} s of CPU"
-    with heartbeat("computing" if flags.formula else f"tracing {how_long}"):
+    with heartbeat("estimating"):
         if flags.hf_config is None:
             from memfit.pipeline import estimate_workload
 

@@ -100,14 +100,14 @@ def run(
     check_one_given(
         {f"a config ({source})": source, "a command": command or None},
         none="memfit run was given nothing to run",
-        rule="it runs either a config or a function, or the command behind --.",
+        rule="it runs a config, a function, or the command behind --.",
         remedy="name one: memfit run config.yaml, or memfit run -- python train.py",
     )
     if command and (given := sorted(spell(name) for name in _CHOOSING if getattr(flags, name))):
         raise UsageError(
             f"a command has no stages to choose ({', '.join(given)}).",
             rule="these flags choose among the stages and units of a config.",
-            remedy="leave them out; give a command's units with --param fold=2..5",
+            remedy="give a command's units with --param fold=2..5",
         )
     what: str | Sequence[str] = command or source or ""
     combinations = expand(None, flags.param) if flags.param else ()
@@ -122,17 +122,17 @@ def run(
     if not flags.plan and (flags.on or flags.out):
         raise UsageError(
             f"{'--on' if flags.on else '--out'} was given without --plan.",
-            rule="a plan is made for the machine of --on, and kept in --out; a run takes place here.",
+            rule="a plan is made for --on and kept in --out; a run takes place here.",
             remedy="add --plan, or leave it out",
         )
     if flags.plan:
         from memfit import pipeline, reports
 
-        if flags.out is not None:  # before the first steps, which take long
+        if flags.out:
             flags.out.parent.mkdir(parents=True, exist_ok=True)
         steps = None if flags.no_steps else console(stderr=True).say
         plan = pipeline.plan_run(what, steps=steps, on=flags.on, **how)
-        if flags.out is not None:
+        if flags.out:
             write_json(flags.out, plan.to_dict())
         answer(plan.to_dict(), flags.as_json, reports.view_run_plan(plan))
         raise typer.Exit(DoesNotFitError.exit_code if plan.fits is False else 0)
@@ -162,7 +162,7 @@ def follow(start: Callable[..., R], output: Output, echo: _Echo | None = None) -
     """Show a run while it goes on; return its result, the console, and what followed the run."""
     log = console(stderr=output.as_json or echo is not None)
     if echo is not None:
-        log._force_terminal = False  # lines alone: a table that is drawn anew would mix with the command's own output
+        log._force_terminal = False  # lines alone: a table would mix with the command's output
     survive_hangup()
     live = LiveRun(log, quiet=output.quiet, verbose=output.verbose)
     try:

@@ -45,7 +45,7 @@ def _list(diagnosis: Diagnosis, job: Job) -> Iterable[Remedy]:
     if diagnosis.cause == "walltime":
         wanted = wanted_time(job)
         more = row("no_time") if wanted is None else row("time", time=format_time(wanted[0]), why=wanted[1])
-        how = "memfit resume RUN" if "memfit" in diagnosis.whom else "the same command, from its last checkpoint if any"
+        how = "memfit resume RUN" if "memfit" in diagnosis.whom else "the same command, from any checkpoint"
         return [more, row("resume", how=how)]
     if "memfit" in diagnosis.whom and diagnosis.cause in ("preempted", "node_fail", "cancelled"):
         return [row("continue")]

@@ -258,12 +258,13 @@ class Monitor:
         now = time.monotonic()
         return self.sample is not None and now - self._grown_at >= max(_SETTLED_SECONDS, (now - self.born) / 2)
 
-    def note_last_peak(self, resident_bytes: int, state: GroupState | None) -> None:
-        """Take in the resident peak of the largest process at its end, 0 if it is not known, and its group's state."""
+    def note_last_peak(self, resident_bytes: int, state: GroupState | None, *, is_bound: bool) -> None:
+        """Take in the resident peak of the largest process at its end, or a bound of it, and its group's state."""
         self.meter.state = state
-        if state is not None and (self.inherited_bytes or not resident_bytes):
-            self.last_peak_bytes = self.meter.burst_bytes()
-        else:
+        state = state if state is not None and state.charged_peak else None
+        if state is not None and (self.inherited_bytes or is_bound):
+            self.last_peak_bytes = min(self.meter.burst_bytes(), resident_bytes)
+        elif not is_bound:
             resident_bytes -= self.inherited_bytes + (self.sample.shared_bytes if self.sample else 0)
             most_bytes = state.charged_peak - state.cache_bytes if state is not None else resident_bytes
             self.last_peak_bytes = min(resident_bytes, most_bytes)

@@ -250,10 +250,9 @@ class Shim:
         if self.job["data_limit_bytes"] is not None:
             evidence["data_limit_bytes"] = self.job["data_limit_bytes"]
         state = self.group.state() if self.group is not None else None
-        # What a process inherited by fork counts as its peak too, so that a lower one than this one's tells nothing.
-        if resident_bytes <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB:
-            resident_bytes = 0
-        monitor.note_last_peak(resident_bytes, state)
+        # What a process inherited by fork counts as its peak too, so that one below this one's is only a bound.
+        is_bound = resident_bytes <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+        monitor.note_last_peak(resident_bytes, state, is_bound=is_bound)
         if self.group is None or state is None:
             return evidence, 0
         # A burst between two samples shows here alone; what is cache still was so all the time, or was no burst.

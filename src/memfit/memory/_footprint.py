@@ -46,7 +46,8 @@ class Footprint:
         private_bytes: The peak of *non-reclaimable* memory (anonymous + shared memory + kernel) of the process tree.
         shared_bytes: The peak of mapped file pages, each once.
         device_bytes: Peaks of device memory by device UUID; never added to host memory.
-        parts: The private peak by name; beside it ``file``, which is no part of it.
+        parts: The private peak by name: ``anonymous`` (swapped and high-water marks included), ``shared_memory``,
+            ``page_tables``, ``other``; beside them ``file``, the shared bytes then.
         phases: The peaks by phase, in order of appearance.
         method: Where the figures come from.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from memfit.memory._cgroup import group_used, parse_limit
+from memfit.memory._cgroup import group_used, non_reclaimable_v1, parse_limit
 from memfit.memory._host import parse_pairs, read_text
 
 MIB = 1 << 20
@@ -83,11 +83,12 @@ class JobGroup:
                 above = JobGroup(self.path.parent, 2)
                 is_full = _is_throttled(above.charged_bytes(), above.used_bytes(), above.wall_bytes())
                 stalled = is_full and _any_sleeps(pids)
-        shared_memory = stat.get("total_shmem" if self.version == 1 else "shmem", 0)
+        shared_memory, cache = stat.get("shmem", 0), stat.get("file", 0) + stat.get("slab_reclaimable", 0)
+        if self.version == 1:
+            shared_memory, cache = non_reclaimable_v1(stat, 0) - stat.get("total_rss", 0), stat.get("total_cache", 0)
         return GroupState(
             used_bytes=used,
-            # Of the text that ``used`` is of: a later figure would count as cache what was allocated meanwhile.
-            cache_bytes=stat.get("total_cache" if self.version == 1 else "file", 0) - shared_memory,
+            cache_bytes=cache - shared_memory,
             shared_memory_bytes=shared_memory,
             wall_bytes=wall,
             stalled=stalled,

@@ -1,4 +1,4 @@
-"""Measures a process tree by cheap counters often and by proportional sizes seldom. Standard library only."""
+"""Measures a process tree by cheap counters often and by proportional sizes seldom."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SWEEP_SHARE, SCAN_SHARE = 0.01, 0.0025
 
 @dataclass(frozen=True)
 class Sample:
-    """A process tree at one moment, in bytes.
+    """A process tree now, in bytes.
 
     ``private_bytes`` is non-reclaimable, shared pages once; ``peak_bytes`` its peak since the sample before, high-water
-    marks included. ``shared_bytes`` are mapped file pages, each once (at least this much). ``rss_bytes`` counts shared
-    pages once per process. ``pss_bytes`` is as of the last sweep; 0 before the first. ``cpu_seconds`` are so far.
+    marks included. ``shared_bytes`` are mapped file pages, each once. ``rss_bytes`` counts shared pages
+    once per process. ``pss_bytes`` is as of the last sweep; 0 before the first.
 
     For growth, the lowest since the sample before: ``low_bytes`` of the tree, ``ranks`` of each rank's processes,
     ``allocated_bytes`` of the tensors on each device. ``resident_bytes`` are RssAnon + RssShmem, ``reserved_bytes``
@@ -84,18 +84,15 @@ class _Paced:
 
 
 class TreeMeter:
-    """Measures a process tree each time that ``sample`` is called, usually ten times a second.
+    """Measures a process tree each time that ``sample`` is called.
 
     **Private bytes** are non-reclaimable: anonymous (swapped included), mapped shared memory, page tables. A page that
-    processes of the tree share counts once, as of the last sweep (see ``Sharing``). Before the first sweep of a process
-    the figure is an upper bound.
+    processes of the tree share counts once, as of the last sweep. Before the first sweep of a process the
+    figure is an upper bound.
 
     **High-water marks**: where a process's ``VmHWM`` rose since the sample before, the peak in between was ``VmHWM``
     less the file pages mapped then or now, whichever are more. A fork's copies of inherited pages raise no ``VmHWM``:
     they show in the peak of ``group``, less its page cache then or now. A spike below an earlier mark is not seen.
-
-    **Not seen**: files in ``/dev/shm`` that no process maps, and memory pinned by a device driver, unless ``state``
-    is set to that of the job's control group. ``clear_refs`` is never written: the job would see it.
 
     ``inherited_bytes`` is anonymous memory that the root has by a fork from outside of the tree: what it has not
     written since is not counted. ``counts_from_birth``: what the tree did before the first sample counts."""
@@ -159,7 +156,7 @@ class TreeMeter:
         peak += sum(self._spikes.values())
         peak = max(peak, min(peak + inherited, burst))
         if charged:
-            # A high-water mark also counts shared memory that the group knows already, from before it was mapped.
+            # A mark also counts shared memory that the group knows from before it was mapped.
             peak = max(level, min(peak, charged))
         parts["anonymous"] += peak - level
         self._last = Sample(
@@ -226,9 +223,7 @@ class TreeMeter:
         self._take(name, begin)
 
     def footprint(self) -> Footprint:
-        """Return the peaks so far, whole and by phase. Parts at the whole peak: ``anonymous`` (swapped and high-water
-        marks included), ``shared_memory``, ``page_tables`` and, given a state, ``other`` make up the private bytes.
-        Beside them: ``file`` (the shared bytes then)."""
+        """Return the peaks so far, whole and by phase."""
         whole = self._whole
         return Footprint(whole.private_bytes, whole.shared_bytes, whole.device_bytes, {**self._parts}, {**self._phases})
 
@@ -337,11 +332,9 @@ class Meter:
 
     def _watch(self, stop: threading.Event, interval_seconds: float) -> None:
         try:
-            last = False
-            while not last:
-                last = stop.wait(interval_seconds)
-                if not self._sample():
-                    return
+            while not stop.wait(interval_seconds) and self._sample():
+                pass
+            self._sample()
         except BaseException as error:
             self._error = error
 
@@ -352,40 +345,30 @@ def measure(pid: int | None = None, *, interval_seconds: float = 0.1) -> Iterato
 
     Args:
         pid: The root of the tree; by default this process.
-        interval_seconds: Time between samples; memory that came and went in between shows in high-water marks.
+        interval_seconds: Time between samples.
 
     Yields:
         A meter: ``phase(name)`` marks a phase, ``footprint`` gives the peaks, also after the block.
 
     Raises:
-        UsageError: If there is no such process, or the interval is not above 0. What fails in the sampling thread is
-            raised at the end of the block.
+        UsageError: If there is no such process, or no interval. What fails in the sampling thread is raised at the end
+            of the block.
 
     Example:
         >>> with measure() as meter:
         ...     meter.phase("load")
-        ...     table = bytearray(32 << 20)
-        ...     meter.phase("train")
-        >>> sorted(meter.footprint.phases)
-        ['load', 'train']
-        >>> meter.footprint.phases["load"].private_bytes >= 32 << 20
-        True
+        >>> list(meter.footprint.phases)
+        ['load']
     """
-    if interval_seconds <= 0:
-        raise UsageError(
-            f"{interval_seconds} seconds cannot lie between two samples.",
-            rule="interval_seconds is above 0.",
-            remedy="leave it out for 0.1",
-        )
     pid = os.getpid() if pid is None else pid
     from memfit.memory._devices import device_reader
 
     meter = Meter(TreeMeter(pid, devices=device_reader()))
-    if not meter._sample():
+    if interval_seconds <= 0 or not meter._sample():
         raise UsageError(
-            f"there is no process {pid} to measure.",
-            rule="a tree is measured from a living process that this user may read, by Linux's /proc.",
-            remedy="start it first, or leave pid out for this process",
+            f"process {pid} cannot be measured each {interval_seconds:g} s.",
+            rule="a tree is measured from a living process, by /proc, at intervals above 0 s.",
+            remedy="start it first, or leave both out",
         )
     stop = threading.Event()
     thread = threading.Thread(target=meter._watch, args=(stop, interval_seconds), name="memfit-measure", daemon=True)

@@ -18,7 +18,7 @@ from memfit.config import fingerprint
 from memfit.errors import DamagedError, InterruptedRunError, MemfitError
 from memfit.files import fits, read_json, write_json
 from memfit.jobs import ENDED, JobStatus, Parent, read_status
-from memfit.memory import DEVICE_RESERVE_BYTES, Footprint, ProcReader, Tree
+from memfit.memory import DEVICE_RESERVE_BYTES, Footprint, ProcReader, Status, Tree
 from memfit.pipeline._command import own_stdin
 from memfit.pipeline._describe import StageSpec
 from memfit.pipeline._graph import Graph
@@ -33,6 +33,7 @@ from memfit.units import format_bytes, format_count, format_duration, list_some
 
 BOUND = 0.2  # a bound is so much above the value
 _SECONDS, _MORE = 60.0, 5  # so long at most, and so much longer in a graph, unless canary_seconds is given
+_SOON = 2.0  # a job that ends sooner may have been seen before its peak alone
 _ALIKE = 0.1  # ranks that differ by less than this take the same
 _SPLIT = 1.1  # one rank that takes more than this multiple of one of two has data that the ranks split
 _PARTS = ("main", "below", "shm")  # what a rank holds: its process, those below it, and what they share
@@ -144,6 +145,7 @@ class _Watch(Canary):
         self._live: list[JobStatus] = []
         self._reader = ProcReader()
         self._trees: dict[int, Tree] = {}
+        self._before: dict[int, Status] = {}
 
     def of(self, supervisor: Supervisor) -> Canary:
         super().__init__(supervisor)
@@ -166,7 +168,7 @@ class _Watch(Canary):
                 self.stop.ask()
 
     def sample(self) -> None:
-        """Read what each rank of each job holds, ten times a second: each page once."""
+        """Read what each rank of each job holds: each page once."""
         for status in self._live:
             if (found := self._read(status, status.pid or 0)) is not None:
                 most = self.most.get(status.job_id, {"private": 0})
@@ -187,7 +189,7 @@ class _Watch(Canary):
                 own |= more
             inside |= own
             sizes = {one: held[one] for one in own if one in held}
-            main = sizes[root].held if root in sizes else 0
+            main = sizes[root].held + self._rose(root) if root in sizes else 0
             below = sum(one.held for child, one in sizes.items() if child != root)
             names.append({key: size for one in own for key, size in _shared_objects(one)})
             shm = sum(one.shared_memory for one in sizes.values())
@@ -198,6 +200,14 @@ class _Watch(Canary):
         once = between + sum(one.held + one.shared_memory for child, one in held.items() if child not in inside)
         private = once + sum(one[name] for one in ranks for name in _PARTS)
         return {"private": private, "once": once, "between": between, "ranks": ranks}
+
+    def _rose(self, pid: int) -> int:
+        """Return how far a process rose between two samples."""
+        before, now = self._before.get(pid), self._reader.status(pid)
+        self._before |= {pid: now} if now else {}
+        if now is None or before is None or now.high_water <= before.high_water:
+            return 0
+        return max(0, now.high_water - max(now.rss, before.rss))
 
 
 def _rank_of(pid: int) -> int | None:
@@ -243,8 +253,6 @@ def launch_of(command: Sequence[str] | None, number: int = 0) -> tuple[int, list
 
     >>> launch_of(["torchrun", "--nproc_per_node", "4", "train.py"], 2)
     (4, ['torchrun', '--nproc-per-node=2', 'train.py'])
-    >>> launch_of(["python", "train.py"])
-    (0, ['python', 'train.py'])
     """
     words = (command or [""])[0].split(" ") if len(command or ()) == 1 else list(command or ())
     if (at := next((n for n, word in enumerate(words) if _LAUNCHER.fullmatch(word)), None)) is None:
@@ -367,7 +375,8 @@ def _make(order: Order, asked: Order, parent: Parent | None) -> dict[str, dict[s
             own = max(statuses, key=lambda one: one.peak_bytes, default=None)
             if own is not None and own.footprint is not None:
                 is_whole = own.state == "completed" or own.asked or own.exit_code == 75
-                found[name] = _taken(own, watch, result.canary) if is_whole else own.cause
+                is_forked = parent is not None and graph.stages[name].command is None
+                found[name] = _taken(own, watch, result.canary, is_forked=is_forked) if is_whole else own.cause
         return found
     finally:
         shutil.rmtree(run.path, ignore_errors=True)
@@ -375,13 +384,15 @@ def _make(order: Order, asked: Order, parent: Parent | None) -> dict[str, dict[s
             run.path.parent.rmdir()
 
 
-def _taken(status: JobStatus, watch: _Watch, verdict: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what a job took: the peak that a run records of it, divided among ranks as the watch saw them."""
+def _taken(status: JobStatus, watch: _Watch, verdict: Mapping[str, Any] | None, *, is_forked: bool) -> dict[str, Any]:
     footprint = status.footprint or Footprint(0)
     unseen = {"private": footprint.private_bytes, "ranks": [dict.fromkeys([*_PARTS, "number"], 0)]}
     most = {"once": 0, "between": 0, **watch.most.get(status.job_id, unseen)}
-    share = footprint.private_bytes / max(most["private"], 1)
     seconds = (status.ended or 0.0) - (status.started or 0.0)
+    if is_forked or seconds < _SOON:  # the meter alone knows a forked job's own pages, and a short one's peak
+        share = footprint.private_bytes / max(most["private"], 1)
+        most |= {"private": footprint.private_bytes, "once": int(most["once"] * share)}
+    part = most["private"] / max(footprint.private_bytes, 1)  # else it counts forked pages as copied until it looks
     marked, notes = list(watch._seen.get(status.job_id, {}).get(0, {})), []
     if status.asked and not marked:
         notes.append(f"it marked no phase and was stopped after {format_duration(seconds)}: what comes later was not "
@@ -389,12 +400,10 @@ def _taken(status: JobStatus, watch: _Watch, verdict: Mapping[str, Any] | None) 
     elif status.asked and (missing := (verdict or {}).get("not_covered")):
         notes.append(f"not seen: phase {list_some(missing)}")
     return {
-        "private": footprint.private_bytes,
-        "ranks": most["ranks"],
-        **{name: int(most[name] * share) for name in ("once", "between")},
+        **most,
         "files": footprint.shared_bytes,
         "device": footprint.bytes_per_device,
-        "phases": {name: peak.private_bytes for name, peak in footprint.phases.items()},
+        "phases": {name: round(part * peak.private_bytes) for name, peak in footprint.phases.items()},
         "seconds": seconds,
         "notes": notes,
     }

@@ -48,7 +48,7 @@ class Finding:
 
 
 class QualitySettings(Settings):
-    """Bounds of the data checks that true data may pass: how often a close is the one before, and a feature's rank IC.
+    """Bounds of the data checks that true data may pass: a close over the one before, and a feature's rank IC.
 
     Published single signals reach a rank IC of 0.02 to 0.06; 0.15 a date, on all dates, is not known from any past
     price or account.
@@ -103,7 +103,7 @@ def _closes(market: Market, bounds: QualitySettings) -> Iterable[_Row]:
         ("bad_closes", "red", bad, "closes are 0, negative or infinite", "set them to missing, or correct them"),
         ("missing_closes", "yellow", missing & (share > _MOST_MISSING),
          f"closes ({share:.1%}) are missing between an asset's first and last",
-         "fill them from the source: a held asset without a return is taken for delisted"),
+         "fill them from the source: a held asset earns nothing on a date without a return"),
         ("price_jump", "red", np.abs(np.diff(_filled_logs(closes), axis=0)) > np.log(bounds.max_jump),
          f"closes are more than {bounds.max_jump:g} times the one before, or less than 1/{bounds.max_jump:g} of it",
          "look the prices up: an error of the unit, a split or a decimal point makes any profit; if they are right, "

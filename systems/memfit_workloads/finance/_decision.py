@@ -90,8 +90,8 @@ def decide(
     comparisons that were tried. How far a training with another seed would differ is not in the figures.
 
     Raises:
-        DataError: If a table lacks the metric, the tables say that they were evaluated on different k, quantiles or
-            assets, or fewer than `minimum_dates` can be paired.
+        DataError: If a table lacks the metric, the tables say that they were evaluated on different shares or assets,
+            or fewer than `minimum_dates` can be paired.
         UsageError: If the level is out of range, or random scores have no known expectation of the metric.
     """
     from statsmodels.stats.multitest import multipletests  # slow to load

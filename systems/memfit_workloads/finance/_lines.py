@@ -12,7 +12,7 @@ _PERCENT = ("total_return", "annual_return", "annual_benchmark", "volatility")
 
 
 def judged_lines(found: Mapping[str, Any], detail: Detail = "WARNING") -> Iterator[str]:
-    """The verdict with its reasons, the backtest in numbers, and the metrics, of what `summarize_judged` gave.
+    """The verdict with its reasons, the backtest in numbers, and the metrics, of what `Judged.to_dict` gave.
 
     ``ERROR`` gives the verdict alone; ``WARNING`` what is not green and the numbers; ``INFO`` also all horizons;
     ``DEBUG`` also what is green.

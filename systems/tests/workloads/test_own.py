@@ -17,7 +17,7 @@ from stages_here import runs_here
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
-from memfit_workloads.own.bench import STOCKS, SYSTEMS, write
+from memfit_workloads.own.bench import SYSTEMS, write
 
 MEMFIT = "import runpy; runpy.run_module('memfit', run_name='__main__')"
 #: What a wrong network returns.
@@ -50,7 +50,7 @@ def test_a_function_may_make_the_network_and_its_file_of_weights_is_data(tmp_pat
     )
     monkeypatch.syspath_prepend(tmp_path)
     weights = tmp_path / "weights.pt"
-    given = {"data": STOCKS, "model": {"target": "nets_of_own:make", "params": {"weights": str(weights)}}}
+    given = {"model": {"target": "nets_of_own:make", "params": {"weights": str(weights)}}}
     params = RankerParams.model_validate(given)
     RANKER.check(params)  # it takes the first input
     assert params.model.fingerprint() == ""
@@ -64,12 +64,12 @@ def test_a_function_may_make_the_network_and_its_file_of_weights_is_data(tmp_pat
 @systems
 def test_a_wrong_shape_is_refused_with_both_before_the_first_job(system, memfit, tmp_path):
     write(tmp_path, system)
-    (name, *_), shape = SYSTEMS[system], SHAPES[system]
-    with open(tmp_path / "nets.py", "a") as file:
+    name, shape = SYSTEMS[system][0], SHAPES[system]
+    with open(tmp_path / f"{system}.py", "a") as file:
         file.write(f"import functools\nright = {name}.forward\n{name}.forward = ")
         file.write("functools.wraps(right)(lambda *given, **more: right(*given, **more)[..., None])\n")
     with runs_here():
-        refused = memfit("run", "config.yaml")
+        refused = memfit("run", f"{system}.yaml")
     assert refused.exit_code == 2
     assert f"returns the shape {shape}, and {shape[:-1]} is needed" in refused.err
     assert "forward gets what it names of" in refused.err and not Path("runs").exists()
@@ -82,9 +82,9 @@ def test_a_wrong_shape_is_refused_with_both_before_the_first_job(system, memfit,
 def test_a_network_is_planned_and_trained_killed_and_resumed_to_the_same_bytes(system, memfit, tmp_path, one_thread):
     write(tmp_path, system)
     stage = SYSTEMS[system][1]
-    words = ("run", "config.yaml", "--until", stage, "--units", "1")
+    words = ("run", f"{system}.yaml", "--until", stage, "--units", "1")
     with runs_here():
-        assert re.search(r"weights +[0-9.]+ KiB", memfit("estimate", "config.yaml").out)
+        assert re.search(r"weights +[0-9.]+ KiB", memfit("estimate", f"{system}.yaml").out)
         quiet = Path(json.loads(memfit(*words, "--json").out)["run"])
     again = shutil.copytree(tmp_path, tmp_path / "killed", ignore=shutil.ignore_patterns("runs", "panels"))
     killed = kills.run(again, *words, kill_at=[kills.epoch(f"{stage}_1", 1)], program=MEMFIT)

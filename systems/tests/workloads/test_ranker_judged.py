@@ -16,7 +16,7 @@ MODEL = {"patch_size": 5, "width": 8, "num_layers": 1, "num_heads": 1}
 PLANTED = {
     "k_ratio": 0.2,
     "backtest": {"k_ratio": 0.2},
-    "gate": {"max_annual_return": 100.0, "max_sharpe": 50.0, "max_hit_rate": 1.0},
+    "gate": {"max_annual_return": 100.0, "max_sharpe": 50.0},
     "data": {"source": "generated", "num_dates": 240, "num_assets": 60, "num_features": 2, "lookback": 5,
              "information_coefficient": 0.12, "horizons": [2], "main_horizon": 2},
     "splits": {"n_splits": 2, "embargo_size": 2},
@@ -53,5 +53,5 @@ def test_with_its_targets_shuffled_the_same_scores_show_no_difference(planted, t
     tables = {fold: table.filter(pa.compute.equal(table["fold"], fold)) for fold in (1, 2)}
     days = evaluate_folds(tables, horizons=(2,), k_ratio=0.2)
     settings = RankerParams.model_validate(PLANTED)
-    decision, _ = decide_on(days, settings, name="shuffled")
+    decision = decide_on(days, settings, name="shuffled")
     assert decision.verdict == "no difference shown"
